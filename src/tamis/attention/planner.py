@@ -1,0 +1,113 @@
+"""From a prompt and a policy to a prefill: makes missing records, builds the scene, or says why it stays dense."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tamis.attention.hook import Switch
+from tamis.attention.offline import Indexer, Progress
+from tamis.attention.policy import Policy
+from tamis.attention.prefill import SparsePrefill
+from tamis.attention.report import PrefillReport
+from tamis.prompt.segments import Prompt
+from tamis.select.scene import DocumentBits, Scene
+
+
+@dataclass
+class Plan:
+    """What is going to be done for one prompt. `job` is None where the prefill is dense; `reason` then says why."""
+
+    prompt: Prompt
+    policy: Policy
+    job: SparsePrefill | None
+    reason: str = ""
+    indexed: int = 0
+    index_s: float = 0.0
+    fallbacks: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def running(self, switch: Switch) -> Iterator[None]:
+        """Make the forward pass over the prompt inside this block."""
+        if self.job is None:
+            yield
+            return
+        before = dict(switch.refused)
+        with switch.running(self.job, len(self.prompt.tokens)):
+            yield
+        for reason, n in switch.refused.items():
+            if n > before.get(reason, 0):
+                self.fallbacks.append(f"{n - before.get(reason, 0)} layers dense: {reason}")
+
+    def report(self) -> PrefillReport:
+        """What was done; call it after the pass."""
+        job, traces = self.job, self.job.layers if self.job else {}
+        documents = self.prompt.documents
+        ran = bool(traces)
+        return PrefillReport(
+            asked=self.policy.prefill,
+            used="sift" if ran else "dense",
+            selector=self.policy.selector if ran else "",
+            kernel=job.used_kernel if job and ran else "sdpa",
+            prompt_tokens=len(self.prompt.tokens),
+            documents=len(documents),
+            document_tokens=sum(len(d.tokens) for d in documents),
+            density=job.density if job and ran else 1.0,
+            recall=job.recall if job and ran else None,
+            reason=self.reason or ("" if ran or self.policy.prefill == "dense" else "; ".join(self.fallbacks)),
+            layers=tuple(traces[i].density for i in sorted(traces)),
+            indexed=self.indexed,
+            select_s=sum(t.select_s for t in traces.values()) if ran else None,
+            attend_s=sum(t.attend_s for t in traces.values()) if ran else None,
+            fallbacks=tuple(self.fallbacks),
+        )
+
+
+def plan_prefill(
+    model: Any,
+    prompt: Prompt,
+    policy: Policy,
+    indexer: Callable[[], Indexer],
+    *,
+    measure_recall: bool = False,
+    on_index: Progress | None = None,
+) -> Plan:
+    """Decide how `prompt` is prefilled under `policy`.
+
+    `indexer` gives the record store's indexer and is only called where the selector works from stored bits; documents
+    without a record are observed on the spot. With `measure_recall` the pass also measures the attention mass kept.
+    """
+    device = next(model.parameters()).device
+    reason = dense_reason(prompt, policy, device)
+    if policy.prefill == "dense" or reason:
+        return Plan(prompt, policy, None, reason)
+    plan = Plan(prompt, policy, None)
+    selector = policy.make_selector()
+    documents = [d.tokens for d in prompt.documents]
+    bits: list[DocumentBits | None] = [None] * len(documents)
+    if selector.needs_records:
+        begin = time.perf_counter()
+        made = indexer()
+        plan.indexed = made.index(documents, on_index)
+        records = made.records(documents)
+        bits = [r.bits() if r is not None else None for r in records]
+        plan.index_s = time.perf_counter() - begin
+    plan.job = SparsePrefill(Scene.of(prompt, bits, policy.tile), selector, policy.kernel, measure_recall)
+    return plan
+
+
+def dense_reason(prompt: Prompt, policy: Policy, device: torch.device) -> str:
+    """Why a sparse prefill cannot win on this prompt; "" if it can."""
+    if policy.prefill == "dense":
+        return ""
+    n, least = len(prompt.tokens), policy.crossover_tokens(device.type)
+    if n < least:
+        return f"the prompt has {n} tokens and a sparse prefill pays from {least} on this {device.type}"
+    if not prompt.documents:
+        return "the prompt holds no document, and only documents' rows may skip tiles"
+    return ""

@@ -1,0 +1,87 @@
+"""Every choice a request may make, frozen and strict. The defaults are what `tamis.LLM` does when told nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from tamis.core.errors import InvalidInput
+from tamis.core.registry import unknown
+from tamis.index.spec import Thresholds
+from tamis.kernels.lists import TILE
+from tamis.select import SELECTORS
+from tamis.select.scene import Selector
+
+PREFILLS = ("dense", "sift")
+DECODES = ("dense",)
+FORMATS = ("auto", "bf16")
+
+# Prompt length from which a sparse prefill was measured to win, by device type (docs/log.md, "crossover").
+MIN_TOKENS = {"cpu": 2048, "cuda": 8192}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a prompt is prefilled and decoded.
+
+    prefill      "dense", or "sift": every token recomputed, but only the attention tiles that matter
+    decode       "dense"
+    kv           how keys and values are kept: "auto" (the model's dtype) or "bf16"
+    selector     for "sift": "sampled" (stored local bits, sampled rows for the rest), "stored" (the paper), and for
+                 evaluation "oracle", "all" (every tile), "none" (no document sees another)
+    rows, mass   "sampled": rows scored per tile of 128, and the share of their attention to keep; "oracle" uses mass
+    alpha, beta, gamma, ca_rule   thresholds of the stored bits, see `index.spec.Thresholds`
+    min_tokens   shorter prompts are prefilled dense, and the report says so; None: measured per device type
+    kernel       a name in `kernels.dispatch`, or "auto"
+    tile         tokens of a tile: 64 or 128
+    """
+
+    prefill: str = "dense"
+    decode: str = "dense"
+    kv: str = "auto"
+    selector: str = "sampled"
+    rows: int = 8
+    mass: float = 0.9
+    alpha: float = 0.001
+    beta: float = 0.01
+    gamma: float = 0.1
+    ca_rule: str = "any"
+    min_tokens: int | None = None
+    kernel: str = "auto"
+    tile: int = TILE
+
+    def __post_init__(self) -> None:
+        choices = {"prefill": PREFILLS, "decode": DECODES, "kv": FORMATS, "selector": tuple(SELECTORS)}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise InvalidInput(unknown(name, str(getattr(self, name)), list(allowed)))
+        if self.tile not in (64, 128):
+            raise InvalidInput(f"tile is {self.tile}; allowed are 64 and 128 tokens.")
+        if self.min_tokens is not None and self.min_tokens < 0:
+            raise InvalidInput(f"min_tokens is {self.min_tokens}; give 0 or more, or None for the measured value.")
+        _ = self.thresholds  # raises on a value out of range
+        self.make_selector()
+
+    @classmethod
+    def of(cls, policy: Policy | None = None, **changes: Any) -> Policy:
+        """`policy` (or the defaults) with `changes`; an unknown name raises with the nearest valid one."""
+        names = [f.name for f in fields(cls)]
+        for name in changes:
+            if name not in names:
+                raise InvalidInput(unknown("option", name, names))
+        return replace(policy or cls(), **changes)
+
+    @property
+    def thresholds(self) -> Thresholds:
+        """What the stored bits are made with."""
+        return Thresholds(self.alpha, self.beta, self.gamma, self.ca_rule)  # type: ignore[arg-type]
+
+    def make_selector(self) -> Selector:
+        """The selector with its settings."""
+        options: dict[str, Any] = {"sampled": {"rows": self.rows, "mass": self.mass}, "oracle": {"mass": self.mass}}
+        selector: Selector = SELECTORS.get(self.selector)(**options.get(self.selector, {}))
+        return selector
+
+    def crossover_tokens(self, device_type: str) -> int:
+        """Prompt tokens below which the prefill is dense."""
+        return MIN_TOKENS.get(device_type, MIN_TOKENS["cuda"]) if self.min_tokens is None else self.min_tokens

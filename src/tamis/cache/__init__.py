@@ -1,0 +1,1 @@
+"""Who keeps which keys and values, and in which form."""

@@ -1,0 +1,38 @@
+"""Forms in which a sequence's keys and values are kept, as transformers caches that know their bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from tamis.core.errors import InvalidInput
+from tamis.core.registry import unknown
+
+
+class Bf16Layer(DynamicLayer):
+    """Keeps bfloat16, hands out the model's dtype: half the bytes of a float32 model, keys rounded to 8 bits."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append key_states and value_states [B, Hkv, T, D]; returns all of both in their dtype."""
+        dtype = key_states.dtype
+        keys, values = super().update(key_states.bfloat16(), value_states.bfloat16(), *args, **kwargs)
+        return keys.to(dtype), values.to(dtype)
+
+
+def new_cache(form: str, config: Any) -> Cache:
+    """An empty cache of `form`: "auto" (the model's dtype) or "bf16"."""
+    if form == "auto":
+        return DynamicCache(config=config)
+    if form == "bf16":
+        return Cache(layers=[Bf16Layer() for _ in range(config.num_hidden_layers)])
+    raise InvalidInput(unknown("kv format", form, ["auto", "bf16"]))
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes that the cache's keys and values take."""
+    return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values) if t is not None)

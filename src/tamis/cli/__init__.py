@@ -1,0 +1,1 @@
+"""Thin commands: they parse, call one room below, and print. Heavy imports happen inside the commands."""

@@ -1,0 +1,51 @@
+"""Options that several commands share, and how they show progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from tamis.engine.llm import LLM
+
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="smollm2, a directory, a .gguf file, or a hub name.", show_default=True)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Store = Annotated[
+    str | None, typer.Option("--store", help="Folder of the store. Default: one per model in the cache folder.")
+]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, … Default: CUDA where there is one.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: by device.")]
+
+
+def load(model: str, device: str | None, dtype: str | None, **choices: object) -> LLM:
+    """The model, with a line on stderr while a GGUF file is converted."""
+    from tamis.engine.llm import LLM
+
+    def note(name: str) -> None:
+        typer.echo(f"converting {name} once; later starts use the result …", err=True)
+
+    return LLM(model, device=device, dtype=dtype, on_convert=note, **choices)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr that appears with the first step and vanishes at the end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = None
+
+        def step(done: int, total: int) -> None:
+            nonlocal task
+            if total:
+                task = bars.add_task(what, total=total) if task is None else task
+                bars.update(task, completed=done, total=total)
+
+        yield step

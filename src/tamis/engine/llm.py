@@ -1,0 +1,252 @@
+"""`LLM`: a model that answers questions from documents, and says what it did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tamis.attention.divergence import kl_divergence
+from tamis.attention.offline import Indexer, Progress, index_spec
+from tamis.attention.policy import Policy
+from tamis.core.errors import ContextOverflow
+from tamis.corpus import Corpus, Hit, Passage, support
+from tamis.engine.answer import Answer, Comparison, Report, Source, Timing
+from tamis.engine.knowledge import KnowledgeBase
+from tamis.engine.runner import Prefilled, Runner
+from tamis.engine.sampling import Sampling, TextStream, stop_tokens
+from tamis.engine.template import Template, Turn
+from tamis.index.spec import IndexSpec
+from tamis.index.store import RecordStore
+from tamis.model.source import DEFAULT_MODEL, LoadedModel, load_model
+from tamis.prompt.segments import Prompt
+
+Document = Passage | Hit | str
+
+
+class LLM:
+    """A causal language model with Tamis's attention.
+
+    model     "smollm2", a directory (safetensors or GGUF), a .gguf file, a hub name, or a `LoadedModel`
+    device, dtype   see `model.source.load_model`
+    policy    the defaults of every request; single choices may be given by name: LLM("…", prefill="sift")
+
+    One request at a time. Use it in a `with` block, or `close` it, to release stores and the model's attention.
+    """
+
+    def __init__(
+        self,
+        model: str | LoadedModel = DEFAULT_MODEL,
+        *,
+        device: str | None = None,
+        dtype: str | None = None,
+        policy: Policy | None = None,
+        on_convert: Callable[[str], None] | None = None,
+        **choices: Any,
+    ) -> None:
+        self.policy = Policy.of(policy, **choices)
+        loaded = (
+            model
+            if isinstance(model, LoadedModel)
+            else load_model(model, device=device, dtype=dtype, on_convert=on_convert)
+        )
+        self.name, self.tokenizer = loaded.name, loaded.tokenizer
+        self.runner = Runner(loaded.model)
+        self.template = Template(self.tokenizer)
+        self.stop_tokens = stop_tokens(loaded.model, self.tokenizer)
+        self._spec: IndexSpec | None = None
+        self._stores: dict[bytes, RecordStore] = {}
+
+    def corpus(self, path: str | Path | None = None, *, rebuild: bool = False) -> KnowledgeBase:
+        """Open or make the knowledge base in the folder `path` (None: in memory). Its records serve later requests.
+
+        Raises StoreMismatch if the folder was written with another model, tokenizer, tile size or thresholds; with
+        `rebuild` its records are dropped and made again.
+        """
+        spec = self.spec(self.policy)
+        store = RecordStore.open(path, spec, rebuild=rebuild)
+        self._stores[spec.digest] = store
+        return KnowledgeBase(Corpus(path), self._indexer(self.policy), self.template, spec.fingerprint.tokenizer)
+
+    def generate(
+        self,
+        question: str,
+        documents: Sequence[Document] = (),
+        *,
+        history: Sequence[Turn] = (),
+        sampling: Sampling | None = None,
+        on_text: Callable[[str], None] | None = None,
+        measure_recall: bool = False,
+        **choices: Any,
+    ) -> Answer:
+        """Answer `question` from `documents`: passages, hits or plain texts, the best first.
+
+        In the prompt the best stands last, next to the question, where small models read it best.
+
+        on_text   called with each piece of the answer as it comes
+        choices   overrides of the policy for this request
+
+        Raises ContextOverflow if the prompt does not fit the model; `fit` says what would.
+        """
+        stream = self._answer(question, documents, history, sampling or Sampling(), measure_recall, choices)
+        while True:
+            try:
+                piece = next(stream)
+            except StopIteration as end:
+                answer: Answer = end.value
+                return answer
+            if on_text:
+                on_text(piece)
+
+    def stream(
+        self, question: str, documents: Sequence[Document] = (), *, sampling: Sampling | None = None, **choices: Any
+    ) -> Iterator[str]:
+        """The answer of `generate`, piece by piece."""
+        yield from self._answer(question, documents, (), sampling or Sampling(), False, choices)
+
+    def compare(
+        self,
+        question: str,
+        documents: Sequence[Document] = (),
+        *,
+        sampling: Sampling | None = None,
+        measure_recall: bool = False,
+        **choices: Any,
+    ) -> Comparison:
+        """The same prompt prefilled dense and with SIFT, in one run, after a warm-up; bits are made beforehand."""
+        tokens = [self.document_tokens(d) for d in documents]
+        policy = Policy.of(self.policy, **{"prefill": "sift"} | choices)
+        if policy.make_selector().needs_records:
+            self._indexer(policy).index([t for t in tokens if t])
+        warm = self.template.prompt(question, [])
+        self.prefill(warm, prefill="dense")
+        dense = self.generate(question, documents, sampling=sampling, **choices | {"prefill": "dense"})
+        choices = {"prefill": "sift"} | choices
+        sift = self.generate(question, documents, sampling=sampling, **choices)
+        if measure_recall:  # in a pass of its own: measuring would spoil the timing
+            prompt = self.template.prompt(question, tokens[::-1])
+            measured = self.prefill(prompt, measure_recall=True, **choices).report.recall
+            sift = replace(sift, report=replace(sift.report, prefill=replace(sift.report.prefill, recall=measured)))
+        kl = kl_divergence(dense.first_logits, sift.first_logits)
+        return Comparison(dense, sift, kl, bool(dense.first_logits.argmax() == sift.first_logits.argmax()))
+
+    @property
+    def dtype(self) -> str:
+        """The weights' dtype, such as "float32"."""
+        return str(next(self.runner.model.parameters()).dtype).removeprefix("torch.")
+
+    def fit(self, question: str, documents: Sequence[Document], *, room: int = 128) -> list[Document]:
+        """The longest beginning of `documents` that leaves `room` tokens for the answer.
+
+        Raises ContextOverflow if not even the question alone does.
+        """
+        used = len(self.template.prompt(question, []).tokens) + room
+        self.runner.check_fits(used)
+        kept: list[Document] = []
+        for document in documents:
+            used += len(self.document_tokens(document))
+            if used >= self.runner.geometry.context_tokens:
+                break
+            kept.append(document)
+        if documents and not kept:
+            raise ContextOverflow(
+                f"the first document has {len(self.document_tokens(documents[0]))} tokens and does not fit the "
+                f"model's {self.runner.geometry.context_tokens} beside the question. Cut it into passages."
+            )
+        return kept
+
+    def document_tokens(self, document: Document) -> tuple[int, ...]:
+        """The tokens that stand for a document in a prompt."""
+        if isinstance(document, str):
+            return self.template.document_tokens("", document)
+        passage = document.passage if isinstance(document, Hit) else document
+        return self.template.document_tokens(passage.title, passage.text)
+
+    def prefill(self, prompt: Prompt, *, measure_recall: bool = False, **choices: Any) -> Prefilled:
+        """Only prefill a prompt of token segments; for benchmarks and evaluation."""
+        policy = Policy.of(self.policy, **choices)
+        return self.runner.prefill(prompt, policy, lambda: self._indexer(policy), measure_recall=measure_recall)
+
+    def index(self, documents: Sequence[Sequence[int]], on_progress: Progress | None = None, **choices: Any) -> int:
+        """Observe documents (token ids) now rather than at their first prompt. Returns how many were new."""
+        return self._indexer(Policy.of(self.policy, **choices)).index(documents, on_progress)
+
+    def spec(self, policy: Policy) -> IndexSpec:
+        """What records for this model under `policy` have in common."""
+        if self._spec is None:
+            prefix = self.template.prefix_tokens
+            self._spec = index_spec(self.runner.model, self.tokenizer, prefix, policy.thresholds, policy.tile)
+        return replace(self._spec, thresholds=policy.thresholds, tile=policy.tile)
+
+    def close(self) -> None:
+        """Close the stores and put the stock attention back."""
+        for store in self._stores.values():
+            store.close()
+        self._stores.clear()
+        self.runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _indexer(self, policy: Policy) -> Indexer:
+        """The indexer of the store that fits `policy`: the knowledge base opened last, else one in memory."""
+        spec = self.spec(policy)
+        if spec.digest not in self._stores:
+            self._stores[spec.digest] = RecordStore.open(None, spec)
+        store = self._stores[spec.digest]
+        return Indexer(self.runner.model, self.runner.switch, store, spec, self.template.prefix_tokens)
+
+    def _answer(
+        self,
+        question: str,
+        documents: Sequence[Document],
+        history: Sequence[Turn],
+        sampling: Sampling,
+        measure_recall: bool,
+        choices: dict[str, Any],
+    ) -> Generator[str, None, Answer]:
+        begin = time.perf_counter()
+        tokens = [self.document_tokens(d) for d in reversed(documents)]
+        prompt = self.template.prompt(question, tokens, history)
+        prompted = time.perf_counter()
+        start = self.prefill(prompt, measure_recall=measure_recall, **choices)
+        text, new = TextStream(self.tokenizer, sampling.stop), []
+        first = time.perf_counter()
+        for token in self.runner.decode(start, sampling, self.stop_tokens):
+            if not new:
+                first = time.perf_counter()
+            new.append(token)
+            if piece := text.push(token):
+                yield piece
+            if text.stopped:
+                break
+        ended = len(new) < sampling.max_new_tokens or text.stopped
+        if piece := text.finish():
+            yield piece
+        timing = Timing(
+            ttft_s=first - begin,
+            retrieval_s=0.0,
+            index_s=start.index_s,
+            prompt_s=prompted - begin + start.plan_s,
+            prefill_s=start.prefill_s,
+            decode_s=time.perf_counter() - first,
+        )
+        report = Report(start.report, timing, len(new), "stop" if ended else "length")
+        return Answer(text.text.strip(), report, _sources(documents, text.text), tuple(new), start.logits)
+
+
+def _sources(documents: Sequence[Document], answer: str) -> tuple[Source, ...]:
+    passages = [
+        d.passage if isinstance(d, Hit) else Passage(d, "", f"text {i}", 1, 1) if isinstance(d, str) else d
+        for i, d in enumerate(documents, 1)
+    ]
+    scores = support(answer, passages) if passages else []
+    return tuple(
+        Source(i, p.place, p.title, s) for i, (p, s) in enumerate(zip(passages, scores, strict=True), start=1)
+    )

@@ -1,0 +1,104 @@
+"""Prefill and decode of one prompt on one model: tokens in, tokens and timings out. Knows no text and no files."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tamis.attention.hook import Switch, install
+from tamis.attention.offline import Indexer, Progress
+from tamis.attention.planner import Plan, plan_prefill
+from tamis.attention.policy import Policy
+from tamis.attention.report import PrefillReport
+from tamis.cache.formats import new_cache
+from tamis.core.errors import ContextOverflow
+from tamis.engine.sampling import Sampler, Sampling
+from tamis.model.family import geometry
+from tamis.prompt.segments import Prompt
+
+
+@dataclass(frozen=True, eq=False)
+class Prefilled:
+    """A prompt that is ready to be continued. `logits` [vocabulary] of the first new token; times in seconds."""
+
+    logits: torch.Tensor
+    cache: Any
+    report: PrefillReport
+    n_tokens: int
+    plan_s: float
+    index_s: float
+    prefill_s: float
+
+
+class Runner:
+    """A model with Tamis's attention installed. `close` puts the stock attention back."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.geometry = geometry(model.config)
+        self.switch: Switch
+        self.switch, self._uninstall = install(model)
+        # transformers 5.24 renamed the argument and warns about the old name
+        new = "cache" in inspect.signature(type(model).forward).parameters
+        self._cache = "cache" if new else "past_key_values"
+
+    def close(self) -> None:
+        """Take Tamis's attention out of the model again."""
+        self._uninstall()
+
+    def check_fits(self, n_tokens: int) -> None:
+        """Raises ContextOverflow if a prompt of that length leaves no room for one new token."""
+        limit = self.geometry.context_tokens
+        if n_tokens >= limit:
+            raise ContextOverflow(
+                f"the prompt has {n_tokens} tokens; this model takes {limit}, one of them for the answer. "
+                "Give fewer or shorter documents, or a shorter question."
+            )
+
+    def prefill(
+        self,
+        prompt: Prompt,
+        policy: Policy,
+        indexer: Callable[[], Indexer],
+        *,
+        measure_recall: bool = False,
+        on_index: Progress | None = None,
+    ) -> Prefilled:
+        """Run the prompt through the model. Raises ContextOverflow before any work."""
+        self.check_fits(len(prompt.tokens))
+        begin = time.perf_counter()
+        plan: Plan = plan_prefill(
+            self.model, prompt, policy, indexer, measure_recall=measure_recall, on_index=on_index
+        )
+        planned = time.perf_counter()
+        cache = new_cache(policy.kv, self.model.config)
+        with torch.inference_mode(), plan.running(self.switch):
+            ids = torch.tensor([prompt.tokens], device=next(self.model.parameters()).device)
+            logits = self.model(ids, **{self._cache: cache}, use_cache=True, logits_to_keep=1).logits[0, -1]
+            if logits.is_cuda:
+                torch.cuda.synchronize()
+        took = time.perf_counter() - planned
+        return Prefilled(
+            logits, cache, plan.report(), len(prompt.tokens), planned - begin - plan.index_s, plan.index_s, took
+        )
+
+    def decode(self, start: Prefilled, sampling: Sampling, stop: frozenset[int]) -> Iterator[int]:
+        """New tokens one by one, the stop token not among them. Uses up `start`'s cache."""
+        sampler = Sampler(sampling, start.logits.device)
+        logits = start.logits
+        room = self.geometry.context_tokens - start.n_tokens
+        for n in range(min(sampling.max_new_tokens, room)):
+            token = sampler.draw(logits)
+            if token in stop:
+                return
+            yield token
+            if n + 1 == min(sampling.max_new_tokens, room):
+                return
+            with torch.inference_mode():
+                ids = torch.tensor([[token]], device=logits.device)
+                logits = self.model(ids, **{self._cache: start.cache}, use_cache=True).logits[0, -1]

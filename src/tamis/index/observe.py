@@ -1,0 +1,41 @@
+"""SIFT's offline observation: what one document's stand-alone dense prefill attends to, layer by layer.
+
+Knows one layer's queries and keys at a time; who runs the model is not its concern.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tamis.index.spec import DocumentStats
+from tamis.kernels.lists import Tiling
+from tamis.kernels.reference.tile_statistics import tile_statistics
+
+
+class Observer:
+    """Gathers `DocumentStats` of a document of `n_tokens` that stands behind `n_prefix` tokens.
+
+    Tiles are counted from the document's first token. The prefix takes its share of the softmax (it holds the
+    attention sink, as in a real prompt) but has no tiles of its own in the result.
+    """
+
+    def __init__(self, n_prefix: int, n_tokens: int, *, tile: int, beta: float) -> None:
+        self.n_prefix, self.n_tokens, self.tile, self.beta = n_prefix, n_tokens, tile, beta
+        self.tiling = Tiling.of_segments((n_prefix, n_tokens), tile)
+        self._first = -(-n_prefix // tile)
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def layer(self, layer: int, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float) -> None:
+        """Take layer number `layer`: rotated q [Hq, T, D], k [Hkv, T, D] and their log-sum-exp [Hq, T] (natural)."""
+        seen = tile_statistics(q, k, lse, self.tiling, self.tiling, scale=scale, beta=self.beta)
+        assert seen.later_high is not None, "beta was given"
+        own = slice(self._first, None)
+        tensors = seen.peak[:, own, own], seen.mass[:, own, own], seen.later_high[:, self.n_prefix :]
+        self._layers[layer] = (tensors[0].cpu(), tensors[1].cpu(), tensors[2].cpu())
+
+    def stats(self) -> DocumentStats:
+        """Everything gathered, layers in order."""
+        peak, mass, high = (torch.stack(t) for t in zip(*(self._layers[i] for i in sorted(self._layers)), strict=True))
+        token = torch.arange(self.n_tokens)
+        own_end = ((token // self.tile + 1) * self.tile).clamp(max=self.n_tokens)
+        return DocumentStats(self.n_tokens, peak, mass, high, (self.n_tokens - own_end).to(torch.int32), self.tile)

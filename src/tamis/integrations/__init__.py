@@ -1,0 +1,1 @@
+"""Other people's loops: Tamis inside code that calls the model itself. Never our engine."""

@@ -1,0 +1,1 @@
+"""Tamis in any code that calls a transformers model."""

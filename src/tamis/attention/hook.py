@@ -50,9 +50,10 @@ class Switch:
         finally:
             self.job = None
 
-    def takes(self, query: torch.Tensor, key: torch.Tensor) -> bool:
-        """Whether the job is for these tensors ([B, H, T, D])."""
-        if self.job is None or query.shape[2] == 1:
+    def takes(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None = None) -> bool:
+        """Whether the job is for these tensors ([B, H, T, D]); a mask is only given where tokens are hidden."""
+        decoding = query.shape[2] == 1 and key.shape[2] > 1
+        if self.job is None or decoding:
             return False
         reason = None
         if query.shape[0] != 1:
@@ -61,6 +62,8 @@ class Switch:
             reason = "chunked prefill: rows of a chunk are computed dense"
         elif query.shape[2] != self.n_tokens:
             reason = f"{query.shape[2]} tokens where the plan has {self.n_tokens}"
+        elif mask is not None:
+            reason = "an attention mask hides tokens (padding): a sparse prefill attends to all before a row"
         if reason is not None:
             self.refused[reason] = self.refused.get(reason, 0) + 1
         return reason is None
@@ -110,7 +113,7 @@ def attention_forward(
     """transformers' attention signature: query [B, Hq, T, D], key and value [B, Hkv, T', D] → [B, T, Hq, D]."""
     switch: Switch = module.tamis_switch
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if switch.takes(query, key):
+    if switch.takes(query, key, attention_mask):
         assert switch.job is not None, "takes() checked it"
         out, _ = switch.job.attend(module.layer_idx, query[0], key[0], value[0], scale)
         return out.transpose(0, 1)[None], None

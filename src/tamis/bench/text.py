@@ -1,4 +1,4 @@
-"""Real text in any amount for benchmarks: given files, or the Python language reference that every interpreter holds."""
+"""Real text in any amount for benchmarks: given files, or the language reference that every Python holds."""
 
 from __future__ import annotations
 

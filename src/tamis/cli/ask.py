@@ -20,7 +20,9 @@ def ask(
     docs: Annotated[list[str], typer.Option("--docs", "-d", help="Files, folders or globs; may be repeated.")],
     model: Model = "smollm2",
     prefill: Annotated[str, typer.Option(help="dense or sift.")] = "sift",
-    selector: Annotated[str, typer.Option(help="How sift chooses tiles: sampled, stored, oracle, all, none.")] = "sampled",
+    selector: Annotated[
+        str, typer.Option(help="How sift chooses tiles: sampled, stored, oracle, all, none.")
+    ] = "sampled",
     mass: Annotated[float, typer.Option(help="Share of the attention that sampled and oracle keep.")] = 0.9,
     min_tokens: Annotated[int | None, typer.Option(help="Prompt length from which sift is used.")] = None,
     passages: Annotated[int, typer.Option("--passages", "-k", min=1, help="Passages in the prompt, at most.")] = 16,
@@ -30,7 +32,9 @@ def ask(
     compare: Annotated[bool, typer.Option("--compare", help="Run dense and sift on the same prompt.")] = False,
     recall: Annotated[bool, typer.Option("--recall", help="Measure the attention mass kept (slow).")] = False,
     store: Store = None,
-    rebuild: Annotated[bool, typer.Option("--rebuild", help="Drop a store that does not fit, and make it again.")] = False,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="Drop a store that does not fit, and make it again.")
+    ] = False,
     device: Device = None,
     dtype: Dtype = None,
     json: Json = False,
@@ -64,7 +68,9 @@ def ask(
 
 
 def _notes(files: AddReport, indexed: int, dropped: int) -> list[str]:
-    notes = [f"{len(files.sources)} files ({len(files.read)} read, {files.unchanged} unchanged), {indexed} passages indexed"]
+    notes = [
+        f"{len(files.sources)} files ({len(files.read)} read, {files.unchanged} unchanged), {indexed} passages indexed"
+    ]
     notes += [f"skipped {s.path}: {s.reason}" for s in files.skipped]
     notes += list(files.warnings)
     if dropped:

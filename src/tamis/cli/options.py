@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +22,7 @@ Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, … Def
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: by device.")]
 
 
-def load(model: str, device: str | None, dtype: str | None, **choices: object) -> LLM:
+def load(model: str, device: str | None, dtype: str | None, **choices: Any) -> LLM:
     """The model, with a line on stderr while a GGUF file is converted."""
     from tamis.engine.llm import LLM
 

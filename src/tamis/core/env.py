@@ -8,7 +8,7 @@ from pathlib import Path
 # name -> what it does; docs/reference/env.md is generated from this table
 VARIABLES = {
     "TAMIS_CACHE": "Folder for converted models and default stores. Default: $XDG_CACHE_HOME/tamis or ~/.cache/tamis.",
-    "TAMIS_LOG": "Log level for the `tamis` logger on stderr in the command line: debug, info, warning. Default: warning.",
+    "TAMIS_LOG": "What the command line logs on stderr: debug, info, warning or error. Default: warning.",
 }
 
 

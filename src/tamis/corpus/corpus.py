@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tamis.core.errors import DocumentUnreadable, InvalidInput, NothingFound
-from tamis.core.table import TableFile, close_tables, open_tables
+from tamis.core.table import MemoryTables, TableFile, Tables, close_tables, open_tables
 from tamis.corpus.find import Skipped, absolute, find_files, fixed_part
 from tamis.corpus.lock import writer_lock
 from tamis.corpus.passages import CUTTER_VERSION, DEFAULT_TARGET_TOKENS, Passage, cut
@@ -22,8 +22,6 @@ from tamis.corpus.records import (
     PASSAGES,
     Batch,
     FileRecord,
-    MemoryTables,
-    Tables,
     check_format,
     file_records,
     passage_record,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 from tamis.core.errors import StoreMismatch
+from tamis.core.table import Tables
 from tamis.corpus.passages import Passage
 
 FILES, PASSAGES, FORMAT = "files", "passages", "corpus"
@@ -21,42 +22,6 @@ FORMAT_VERSION = 1
 
 COMMIT_AFTER_S = 0.25
 COMMIT_AFTER_FILES = 512
-
-Changes = dict[str, dict[bytes, bytes | None]]
-
-
-class Tables(Protocol):
-    """What a corpus needs of `tamis.core.table.TableFile`."""
-
-    def read(self, table: str, key: bytes) -> bytes | None: ...
-    def items(self, table: str) -> Iterator[tuple[bytes, bytes]]: ...
-    def keys(self, table: str) -> list[bytes]: ...
-    def write(self, changes: Changes) -> None: ...
-
-
-class MemoryTables:
-    """The same tables without a disk, for a corpus that ends with its process."""
-
-    def __init__(self) -> None:
-        self._tables: dict[str, dict[bytes, bytes]] = {}
-
-    def read(self, table: str, key: bytes) -> bytes | None:
-        return self._tables.get(table, {}).get(key)
-
-    def items(self, table: str) -> Iterator[tuple[bytes, bytes]]:
-        yield from sorted(self._tables.get(table, {}).items())
-
-    def keys(self, table: str) -> list[bytes]:
-        return sorted(self._tables.get(table, {}))
-
-    def write(self, changes: Changes) -> None:
-        for name, pairs in changes.items():
-            table = self._tables.setdefault(name, {})
-            for key, value in pairs.items():
-                if value is None:
-                    table.pop(key, None)
-                else:
-                    table[key] = value
 
 
 @dataclass(frozen=True)

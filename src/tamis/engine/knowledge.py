@@ -45,7 +45,7 @@ class KnowledgeBase:
         on_file: Callable[[int, int, str], None] | None = None,
         on_index: Callable[[int, int], None] | None = None,
     ) -> Added:
-        """Read what is new or changed under `paths` (files, folders, globs), forget what vanished, observe new passages.
+        """Read what is new or changed under `paths` (files, folders, globs), forget what vanished, observe what is new.
 
         Both steps commit as they go: after an interruption, the next call does only what is missing.
         Raises NothingFound if no given file can be read.

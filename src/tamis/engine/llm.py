@@ -216,7 +216,8 @@ class LLM:
         prompt = self.template.prompt(question, tokens, history)
         prompted = time.perf_counter()
         start = self.prefill(prompt, measure_recall=measure_recall, **choices)
-        text, new = TextStream(self.tokenizer, sampling.stop), []
+        text = TextStream(self.tokenizer, sampling.stop)
+        new: list[int] = []
         first = time.perf_counter()
         for token in self.runner.decode(start, sampling, self.stop_tokens):
             if not new:
@@ -247,6 +248,4 @@ def _sources(documents: Sequence[Document], answer: str) -> tuple[Source, ...]:
         for i, d in enumerate(documents, 1)
     ]
     scores = support(answer, passages) if passages else []
-    return tuple(
-        Source(i, p.place, p.title, s) for i, (p, s) in enumerate(zip(passages, scores, strict=True), start=1)
-    )
+    return tuple(Source(i, p.place, p.title, s) for i, (p, s) in enumerate(zip(passages, scores, strict=True), start=1))

@@ -72,9 +72,7 @@ class Runner:
         """Run the prompt through the model. Raises ContextOverflow before any work."""
         self.check_fits(len(prompt.tokens))
         begin = time.perf_counter()
-        plan: Plan = plan_prefill(
-            self.model, prompt, policy, indexer, measure_recall=measure_recall, on_index=on_index
-        )
+        plan: Plan = plan_prefill(self.model, prompt, policy, indexer, measure_recall=measure_recall, on_index=on_index)
         planned = time.perf_counter()
         cache = new_cache(policy.kv, self.model.config)
         with torch.inference_mode(), plan.running(self.switch):

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tamis.attention.divergence import check_logits, kl_divergence
 from tamis.core.errors import InvalidInput
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = ["Interval", "bootstrap", "exact_match", "kl_divergence", "normalise", "token_f1", "top1_agrees"]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -80,30 +83,10 @@ def bootstrap(values: Sequence[float], *, level: float = 0.95, resamples: int = 
     return Interval(float(sample.mean()), float(low), float(high), int(sample.size))
 
 
-def kl_divergence(p: torch.Tensor, q: torch.Tensor) -> float:
-    """KL(p || q) in nats of two logit vectors [V]: what q loses where p is the truth. Computed in float64.
-
-    Never below 0. Infinite where q rules out (logit -inf) what p does not. Raises InvalidInput on other shapes or NaN.
-    """
-    _check_logits(p, q)
-    log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
-    share = log_p.exp()
-    terms = (share * (log_p - log_q)).masked_fill(share == 0, 0.0)  # 0 log 0 is 0, also against q's own 0
-    return max(0.0, float(terms.sum()))
-
-
 def top1_agrees(p: torch.Tensor, q: torch.Tensor) -> bool:
     """Whether two logit vectors [V] have their largest entry at the same place (the first one among equals)."""
-    _check_logits(p, q)
+    check_logits(p, q)
     return int(p.argmax()) == int(q.argmax())
-
-
-def _check_logits(p: torch.Tensor, q: torch.Tensor) -> None:
-    if p.dim() != 1 or p.shape != q.shape or not p.numel() or bool(p.isnan().any()) or bool(q.isnan().any()):
-        raise InvalidInput(
-            f"logits are {list(p.shape)} and {list(q.shape)} with {int(p.isnan().sum()) + int(q.isnan().sum())} NaN; "
-            "expected two vectors [V] of one length without NaN."
-        )
 
 
 def _best(score: Callable[[str], float], answers: Sequence[str]) -> float:

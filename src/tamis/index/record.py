@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from tamis.core.errors import InvalidInput, StoreDamaged
 from tamis.core.table import REBUILD
 from tamis.index.spec import DIGEST_BYTES, IndexSpec, n_pages, payload_bytes
+from tamis.prompt.segments import ID_BYTES, document_id
 
 if TYPE_CHECKING:
     from tamis.index.encode import Bits
 
+__all__ = ["ID_BYTES", "Record", "document_id", "dump", "load"]
+
 MAGIC = b"TAMISREC"
 FORMAT_VERSION = 1
-ID_BYTES = 16
 _BODY = struct.Struct("<8sHH16s16sIHHHHI")
 _CHECKSUM_BYTES = 8
 HEADER_BYTES = _BODY.size + _CHECKSUM_BYTES
@@ -78,22 +77,6 @@ class Record:
         return unpack(
             self.payload, n_layers=self.n_layers, n_heads=self.n_heads, n_tokens=self.n_tokens, tile=self.tile
         )
-
-
-def document_id(token_ids: Sequence[int] | np.ndarray[Any, Any]) -> bytes:
-    """16 bytes that name a token sequence: blake2b over the ids as little-endian int32.
-
-    Takes anything one-dimensional of whole numbers in 0..2**31-1. Raises InvalidInput otherwise, or if it is empty.
-    """
-    ids = np.asarray(token_ids)
-    if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
-        raise InvalidInput(
-            f"token ids are {ids.dtype} {list(ids.shape)}; expected one row of whole numbers, not empty."
-        )
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= 1 << 31:
-        raise InvalidInput(f"token ids run from {low} to {high}; allowed are 0 to {(1 << 31) - 1}.")
-    return hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=ID_BYTES).digest()
 
 
 def dump(record: Record) -> bytes:

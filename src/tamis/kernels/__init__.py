@@ -1,1 +1,1 @@
-"""Tensor in, tensor out: reference, Triton and Gluon kernels and the choice between them. No policy, caches or models."""
+"""Tensor in, tensor out: the attention kernels and the choice between them. No policy, caches or models."""

@@ -8,8 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from tamis.core.errors import InvalidInput
+
+ID_BYTES = 16
 
 
 class Kind(StrEnum):
@@ -21,11 +26,20 @@ class Kind(StrEnum):
     QUESTION = "question"
 
 
-def document_id(tokens: Sequence[int]) -> bytes:
-    """16 bytes that name a document by its token ids (blake2b of them as little-endian int32)."""
-    ids = array("i", tokens)
-    assert ids.itemsize == 4, "array('i') is 32-bit on every platform that torch supports"
-    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+def document_id(token_ids: Sequence[int] | np.ndarray[Any, Any]) -> bytes:
+    """16 bytes that name a token sequence: blake2b over the ids as little-endian int32.
+
+    Takes anything one-dimensional of whole numbers in 0..2**31-1. Raises InvalidInput otherwise, or if it is empty.
+    """
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+        raise InvalidInput(
+            f"token ids are {ids.dtype} {list(ids.shape)}; expected one row of whole numbers, not empty."
+        )
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= 1 << 31:
+        raise InvalidInput(f"token ids run from {low} to {high}; allowed are 0 to {(1 << 31) - 1}.")
+    return hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=ID_BYTES).digest()
 
 
 @dataclass(frozen=True)

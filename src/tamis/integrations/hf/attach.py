@@ -44,9 +44,7 @@ def attach(
 
     Raises ModelUnsupported for a model whose attention Tamis has not been proved on.
     """
-    return Attached(
-        model, documents, tokenizer, store, tuple(prefix), Policy.of(policy, **choices), measure_recall
-    )
+    return Attached(model, documents, tokenizer, store, tuple(prefix), Policy.of(policy, **choices), measure_recall)
 
 
 class Attached:
@@ -119,9 +117,7 @@ class Attached:
             reason = "the prompt goes on after cached tokens"
         if reason:
             return Plan(prompt, self.policy, None, reason if self.policy.prefill != "dense" else "")
-        plan = plan_prefill(
-            self.model, prompt, self.policy, lambda: self._indexer, measure_recall=self._measure_recall
-        )
+        plan = plan_prefill(self.model, prompt, self.policy, lambda: self._indexer, measure_recall=self._measure_recall)
         if missing and self.policy.prefill != "dense":
             plan.fallbacks.append(f"{missing} of {len(self.documents)} documents do not stand in the prompt")
         return plan

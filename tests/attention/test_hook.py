@@ -73,6 +73,7 @@ class TestInstall:
         ids = make_prompt().tokens
         before, implementation = logits(stock, ids), stock.config._attn_implementation
         attributes = [set(vars(layer)) for layer in attention_layers(stock)]
+        assert not any("tamis_switch" in names for names in attributes)
         _, uninstall = install(stock)
         assert stock.config._attn_implementation == NAME
         uninstall()

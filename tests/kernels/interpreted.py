@@ -54,13 +54,16 @@ def main() -> None:
             made = block_sparse_attention(q, k, v, lists, shape.scale, cut=Blocks(64, 4, 1, False))
         else:
             made = dispatch.block_sparse_attention(q, k, v, lists, shape.scale, kernel="triton")
-        print(json.dumps({"case": name, "dtype": str(shape.dtype).removeprefix("torch."), **errors(made, expected)}))
+        sys.stdout.write(
+            json.dumps({"case": name, "dtype": str(shape.dtype).removeprefix("torch."), **errors(made, expected)})
+            + "\n"
+        )
     shape = CASES["odd segments"]
     q, k, v, lists = make(shape)
     expected = truth(q, k, v, lists, shape.scale)
     for kind in MUTATIONS:
         made = dispatch.block_sparse_attention(*mutate(kind, q, k, v, lists), shape.scale, kernel="triton")
-        print(json.dumps({"case": kind, "dtype": "float32", **errors(made, expected)}))
+        sys.stdout.write(json.dumps({"case": kind, "dtype": "float32", **errors(made, expected)}) + "\n")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def test_tiles_start_with_their_segment(layout: Layout) -> None:
     assert {a for a, _ in spans} <= set(scene.tiling.starts)
     for ordinal, (segment, kind) in enumerate((s, k) for s, (k, _) in enumerate(layout) if k == "document"):
         assert kind == "document"
-        tiles = scene.tiles_of(ordinal)
+        tiles = scene.tiles_of[ordinal]
         assert (scene.tiling.starts[tiles.start], scene.tiling.starts[tiles.stop]) == spans[segment]
 
 
@@ -87,7 +87,7 @@ def test_stored_bits_are_laid_where_their_document_is(layout: Layout) -> None:
         local, pages = scene.stored_local(layer, HEADS), scene.stored_pages(layer, HEADS)
         assert bool((scene.local | ~local).all()), "a tile outside its document"
         for ordinal, bits in enumerate(stage.bits):
-            own = scene.tiles_of(ordinal)
+            own = scene.tiles_of[ordinal]
             wanted = scene.local[own, own].expand(HEADS, -1, -1) if bits is None else bits.la[layer]
             assert torch.equal(local[:, own, own], wanted)
             offered = torch.ones_like(pages[:, own]) if bits is None else bits.ca[layer]

@@ -70,6 +70,7 @@ def observe_document(
     ids = torch.tensor([[*prefix, *tokens]], device=next(model.parameters()).device)
     with torch.inference_mode(), switch.running(ObserveJob(observer), ids.shape[1]):
         model.base_model(ids, use_cache=False)
+    assert observer.n_layers, f"the switch let no layer of an offline pass through: {switch.refused}"
     return observer.stats()
 
 

@@ -15,6 +15,7 @@ from tamis.attention.offline import Indexer, Progress
 from tamis.attention.policy import Policy
 from tamis.attention.prefill import SparsePrefill
 from tamis.attention.report import PrefillReport
+from tamis.core.errors import InvalidInput
 from tamis.prompt.segments import Prompt
 from tamis.select.scene import DocumentBits, Scene
 
@@ -93,11 +94,13 @@ def plan_prefill(
     if selector.needs_records:
         begin = time.perf_counter()
         made = indexer()
+        if made.spec.tile != policy.tile:
+            raise InvalidInput(f"records are in tiles of {made.spec.tile} tokens, the policy asks for {policy.tile}.")
         plan.indexed = made.index(documents, on_index)
         records = made.records(documents)
         bits = [r.bits() if r is not None else None for r in records]
         plan.index_s = time.perf_counter() - begin
-    plan.job = SparsePrefill(Scene.of(prompt, bits, policy.tile), selector, policy.kernel, measure_recall)
+    plan.job = SparsePrefill(Scene.of(prompt, bits, policy.tile, device), selector, policy.kernel, measure_recall)
     return plan
 
 

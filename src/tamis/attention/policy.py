@@ -8,6 +8,7 @@ from typing import Any
 from tamis.core.errors import InvalidInput
 from tamis.core.registry import unknown
 from tamis.index.spec import Thresholds
+from tamis.kernels.dispatch import KERNELS
 from tamis.kernels.lists import TILE
 from tamis.select import SELECTORS
 from tamis.select.scene import Selector
@@ -51,7 +52,13 @@ class Policy:
     tile: int = TILE
 
     def __post_init__(self) -> None:
-        choices = {"prefill": PREFILLS, "decode": DECODES, "kv": FORMATS, "selector": tuple(SELECTORS)}
+        choices = {
+            "prefill": PREFILLS,
+            "decode": DECODES,
+            "kv": FORMATS,
+            "selector": tuple(SELECTORS),
+            "kernel": ("auto", *KERNELS),
+        }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise InvalidInput(unknown(name, str(getattr(self, name)), list(allowed)))

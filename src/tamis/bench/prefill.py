@@ -147,7 +147,7 @@ def _prompt(llm: LLM, n_tokens: int, docs: Sequence[str]) -> Prompt:
     room = min(n_tokens, llm.runner.geometry.context_tokens - 1) - len(llm.template.prompt(QUESTION, []).tokens)
     chosen: list[tuple[int, ...]] = []
     for passage in passages(n_tokens, llm.template.count, docs):
-        tokens = llm.template.document_tokens(passage.title, passage.text)[:room]
+        tokens = llm.template.document_tokens(passage.title, passage.text)[: max(0, room)]
         if tokens:
             chosen.append(tokens)
         room -= len(tokens)

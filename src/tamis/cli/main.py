@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any, NoReturn
 
 import typer
 
 from tamis.cli import ask, bench, doctor, evaluate, index, inspect
 from tamis.core.errors import TamisError
-from tamis.core.log import log_to_stderr
+from tamis.core.log import log_to_stderr, logger
+
+log = logger("cli")
+
+# typer may carry its own copy of click, whose exceptions are public only by way of this one
+UsageError: Any = typer.BadParameter.__base__
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="tamis",
@@ -28,19 +35,31 @@ app.add_typer(evaluate.app, name="eval")
 
 def main() -> None:
     """Run the command line: results on stdout, everything else on stderr; exit 2 on an error of ours."""
-    log_to_stderr()
     try:
-        app()
+        log_to_stderr()
+        code = app(prog_name="tamis", standalone_mode=False)
     except TamisError as e:
-        if "--json" in sys.argv:
-            print(json.dumps({"error": {"code": e.code, "message": str(e)}}))
-        print(f"tamis: {e}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
+        _fail(e.code, str(e))
+    except UsageError as e:
+        if type(e).__name__ == "NoArgsIsHelpError":
+            print(e.ctx.get_help() if e.ctx else "", file=sys.stderr)
+            sys.exit(2)
+        see = f" See {e.ctx.command_path} --help." if e.ctx else ""
+        _fail("usage", e.format_message().rstrip(".") + "." + see)
+    except OSError as e:
+        log.debug("the system refused something", exc_info=e)
+        _fail("system", f"{e.strerror or e}: {e.filename}." if e.filename else f"{e.strerror or e}.")
+    if code == INTERRUPTED:
         print("tamis: interrupted; what was done is kept, run the same command to go on.", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(0)
+    sys.exit(code or 0)
+
+
+def _fail(code: str, message: str) -> NoReturn:
+    message = " ".join(message.split())
+    if "--json" in sys.argv:
+        print(json.dumps({"error": {"code": code, "message": message}}))
+    print(f"tamis: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

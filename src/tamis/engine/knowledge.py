@@ -34,7 +34,9 @@ class KnowledgeBase:
 
     def __init__(self, corpus: Corpus, indexer: Indexer, template: Template, tokenizer_name: str) -> None:
         self.corpus, self.indexer = corpus, indexer
+        self.on_close: Callable[[], None] = lambda: None
         self._template, self._tokenizer_name = template, tokenizer_name
+        self._closed = False
         self._tables: Tables = MemoryTables() if corpus.path is None else open_tables(corpus.path)
 
     def add_files(
@@ -98,11 +100,15 @@ class KnowledgeBase:
         return self._template.document_tokens(passage.title, passage.text)
 
     def close(self) -> None:
-        """Release the files."""
+        """Release the files. Closing twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
         if self.corpus.path is not None:
             close_tables(self.corpus.path)
         self.corpus.close()
         self.indexer.store.close()
+        self.on_close()
 
     def __enter__(self) -> Self:
         return self

@@ -68,8 +68,15 @@ class LLM:
         """
         spec = self.spec(self.policy)
         store = RecordStore.open(path, spec, rebuild=rebuild)
+        try:
+            corpus = Corpus(path)
+        except BaseException:
+            store.close()
+            raise
         self._stores[spec.digest] = store
-        return KnowledgeBase(Corpus(path), self._indexer(self.policy), self.template, spec.fingerprint.tokenizer)
+        base = KnowledgeBase(corpus, self._indexer(self.policy), self.template, spec.fingerprint.tokenizer)
+        base.on_close = lambda: self._forget(store)
+        return base
 
     def generate(
         self,
@@ -194,6 +201,9 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
+    def _forget(self, store: RecordStore) -> None:
+        self._stores = {digest: s for digest, s in self._stores.items() if s is not store}
+
     def _indexer(self, policy: Policy) -> Indexer:
         """The indexer of the store that fits `policy`: the knowledge base opened last, else one in memory."""
         spec = self.spec(policy)
@@ -227,7 +237,7 @@ class LLM:
                 yield piece
             if text.stopped:
                 break
-        ended = len(new) < sampling.max_new_tokens or text.stopped
+        ended = len(new) < self.runner.most_tokens(start, sampling) or text.stopped
         if piece := text.finish():
             yield piece
         timing = Timing(
@@ -239,7 +249,7 @@ class LLM:
             decode_s=time.perf_counter() - first,
         )
         report = Report(start.report, timing, len(new), "stop" if ended else "length")
-        return Answer(text.text.strip(), report, _sources(documents, text.text), tuple(new), start.logits)
+        return Answer(text.text, report, _sources(documents, text.text), tuple(new), start.logits)
 
 
 def _sources(documents: Sequence[Document], answer: str) -> tuple[Source, ...]:

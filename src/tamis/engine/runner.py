@@ -42,14 +42,16 @@ class Runner:
         self.model = model
         self.geometry = geometry(model.config)
         self.switch: Switch
+        self._uninstall: Callable[[], None]
         self.switch, self._uninstall = install(model)
         # transformers 5.24 renamed the argument and warns about the old name
         new = "cache" in inspect.signature(type(model).forward).parameters
         self._cache = "cache" if new else "past_key_values"
 
     def close(self) -> None:
-        """Take Tamis's attention out of the model again."""
-        self._uninstall()
+        """Take Tamis's attention out of the model again. Closing twice is harmless."""
+        uninstall, self._uninstall = self._uninstall, _nothing
+        uninstall()
 
     def check_fits(self, n_tokens: int) -> None:
         """Raises ContextOverflow if a prompt of that length leaves no room for one new token."""
@@ -85,18 +87,26 @@ class Runner:
             logits, cache, plan.report(), len(prompt.tokens), planned - begin - plan.index_s, plan.index_s, took
         )
 
+    def most_tokens(self, start: Prefilled, sampling: Sampling) -> int:
+        """New tokens that `decode` yields at most: what was asked for, or what the context takes."""
+        return min(sampling.max_new_tokens, self.geometry.context_tokens - start.n_tokens)
+
     def decode(self, start: Prefilled, sampling: Sampling, stop: frozenset[int]) -> Iterator[int]:
         """New tokens one by one, the stop token not among them. Uses up `start`'s cache."""
         sampler = Sampler(sampling, start.logits.device)
         logits = start.logits
-        room = self.geometry.context_tokens - start.n_tokens
-        for n in range(min(sampling.max_new_tokens, room)):
+        most = self.most_tokens(start, sampling)
+        for n in range(most):
             token = sampler.draw(logits)
             if token in stop:
                 return
             yield token
-            if n + 1 == min(sampling.max_new_tokens, room):
+            if n + 1 == most:
                 return
             with torch.inference_mode():
                 ids = torch.tensor([[token]], device=logits.device)
                 logits = self.model(ids, **{self._cache: start.cache}, use_cache=True).logits[0, -1]
+
+
+def _nothing() -> None:
+    pass

@@ -68,7 +68,10 @@ class Sampler:
 
 
 class TextStream:
-    """Turns tokens into text piece by piece, holding back half characters and what may become a stop text."""
+    """Turns tokens into text piece by piece, holding back half characters and what may become a stop text.
+
+    White space before and after the answer is left out; `text` is what all pieces so far make together.
+    """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
@@ -91,19 +94,18 @@ class TextStream:
             return ""
         found = [i for s in self._stop if (i := whole.find(s)) >= 0]
         if found:
-            self.stopped, self.text = True, whole[: min(found)]
-        elif final:
-            self.text = whole
-        else:
-            self.text = whole[: len(whole) - self._held(whole)]
+            self.stopped, whole = True, whole[: min(found)]
+        elif not final:
+            whole = self._certain(whole)
+        self.text = whole.strip()
         piece, self._given = self.text[self._given :], max(self._given, len(self.text))
         return piece
 
-    def _held(self, whole: str) -> int:
-        """How many last characters may still change or be the beginning of a stop text."""
-        half = len(whole) - len(whole.rstrip("\ufffd"))
+    def _certain(self, whole: str) -> str:
+        """Without the last characters that may still change or be the beginning of a stop text."""
+        whole = whole.rstrip("\ufffd")
         begun = [n for s in self._stop for n in range(len(s) - 1, 0, -1) if whole.endswith(s[:n])]
-        return max([half, *begun])
+        return whole[: len(whole) - max(begun, default=0)]
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -33,6 +33,11 @@ class Observer:
         tensors = seen.peak[:, own, own], seen.mass[:, own, own], seen.later_high[:, self.n_prefix :]
         self._layers[layer] = (tensors[0].cpu(), tensors[1].cpu(), tensors[2].cpu())
 
+    @property
+    def n_layers(self) -> int:
+        """Layers taken so far."""
+        return len(self._layers)
+
     def stats(self) -> DocumentStats:
         """Everything gathered, layers in order."""
         peak, mass, high = (torch.stack(t) for t in zip(*(self._layers[i] for i in sorted(self._layers)), strict=True))

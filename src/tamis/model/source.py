@@ -6,19 +6,19 @@ Knows files and packages, not attention. Weights are only ever read as data.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import importlib.util
 import io
-import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tamis.core.env import cache_dir
-from tamis.core.errors import InvalidInput, ModelNotFound
+from tamis.core.errors import InvalidInput, ModelNotFound, Unavailable
 from tamis.core.log import logger
 
 if TYPE_CHECKING:
@@ -59,27 +59,27 @@ def load_model(
 
     device: "cpu", "cuda", …; default CUDA where there is one. dtype: "float32", "bfloat16", "float16"; default
     float32 on a CPU (several times faster there than bfloat16) and bfloat16 elsewhere. `on_convert` is told when a
-    GGUF file is about to be converted, which takes a while, once. Raises ModelNotFound or InvalidInput.
+    GGUF file is about to be converted, which takes a while, once. Raises ModelNotFound, InvalidInput or Unavailable.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as hf_logging
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    torch_dtype = _dtype(dtype or ("float32" if torch.device(device).type == "cpu" else "bfloat16"))
+    where = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch_dtype = _dtype(dtype or ("float32" if where.type == "cpu" else "bfloat16"))
     path = locate(name)
     hf_logging.disable_progress_bar()
     if isinstance(path, Path) and (gguf := _gguf_file(path)) is not None:
         path = converted(gguf, on_convert)
-    try:
+    with _explained(name, "its configuration"):
+        AutoConfig.from_pretrained(str(path))
+    with _explained(name, "its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(str(path))
-        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch_dtype, attn_implementation="sdpa")
-    except OSError as e:
-        raise ModelNotFound(
-            f"model {name!r} could not be loaded: {str(e).splitlines()[0]} Give a directory with config.json and "
-            f"safetensors or GGUF weights, a .gguf file, a hub name, or one of: {', '.join(PACKAGED)}."
-        ) from e
-    return LoadedModel(model.to(device).eval(), tokenizer, name, str(path))
+    with _explained(name, "its weights"):
+        model = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=torch_dtype, attn_implementation="sdpa", use_safetensors=True
+        )
+    return LoadedModel(model.to(where).eval(), tokenizer, name, str(path))
 
 
 def locate(name: str) -> Path | str:
@@ -108,16 +108,46 @@ def converted(gguf: Path, on_convert: Callable[[str], None] | None = None) -> Pa
         on_convert(gguf.name)
     log.info("converting %s to %s", gguf, target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".convert-") as scratch:
-        _convert(gguf, Path(scratch))
+    with _alone(target.with_name(f".{target.name}.lock")) as alone:
+        if (target / "config.json").exists():  # made by another process meanwhile
+            return target
+        for left in target.parent.glob(f".{glob.escape(target.name)}-*") if alone else ():  # of a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
         try:
-            os.rename(scratch, target)
-        except OSError:  # another process finished first: its copy is as good
-            if not (target / "config.json").exists():
-                shutil.rmtree(target, ignore_errors=True)
-                os.rename(scratch, target)
-        Path(scratch).mkdir(exist_ok=True)  # so that the context manager finds what it removes
+            _convert(gguf, scratch)
+            shutil.rmtree(target, ignore_errors=True)
+            scratch.rename(target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[bool]:
+    """One process at a time, and True; False where the system has no file locks. A killed holder lets go."""
+    try:
+        import fcntl
+    except ImportError:
+        yield False
+        return
+    with lock.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield True
+
+
+@contextlib.contextmanager
+def _explained(name: str, part: str) -> Iterator[None]:
+    """Turns what transformers raises on a missing or broken file, which may be any type, into one sentence."""
+    try:
+        yield
+    except Exception as e:
+        lines = [*str(e).splitlines(), type(e).__name__]
+        raise ModelNotFound(
+            f"model {name!r} could not be loaded; {part} cannot be read ({lines[0].strip().rstrip('.:')}). Give a "
+            "directory with config.json, tokenizer and safetensors or GGUF weights, a .gguf file, a hub name, or one "
+            f"of: {', '.join(PACKAGED)}."
+        ) from e
 
 
 def _convert(gguf: Path, out: Path) -> None:
@@ -125,7 +155,8 @@ def _convert(gguf: Path, out: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
-    with contextlib.redirect_stderr(io.StringIO()):  # the converter draws its bars past transformers' own switch
+    # the converter draws its bars past transformers' own switch
+    with _explained(str(gguf), "the file"), contextlib.redirect_stderr(io.StringIO()):
         _gguf_tokenizer(gguf).save_pretrained(out)
         model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     state = model.state_dict()
@@ -173,6 +204,17 @@ def _file_key(path: Path, samples: int = 64, block: int = 1 << 16) -> str:
             f.seek(max(0, (size - block) * i // (samples - 1)))
             digest.update(f.read(block))
     return digest.hexdigest()
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
+        raise InvalidInput(f"device {name!r} is not known. Choices: cpu, cuda, or cuda:1 and so on.")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise Unavailable(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} NVIDIA GPUs. Use cpu.")
+    return torch.device(name)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -35,7 +35,7 @@ class Sampled:
         """See `Selector.select`."""
         mask = scene.always.expand(q.shape[0], -1, -1).clone()
         mask |= scene.stored_local(layer, q.shape[0])
-        tiles = (scene.document >= 0).nonzero()[:, 0]
+        tiles = scene.document_tiles
         if tiles.numel():
             mass = sampled_mass(q, k, scale, scene, tiles, self.rows)
             mask[:, tiles] = keep_mass(mass, mask[:, tiles], scene.cross[tiles], self.mass)
@@ -52,7 +52,7 @@ def sampled_mass(
     """
     group = q.shape[0] // k.shape[0]
     paged = PagedKeys(k, scene.tiling)
-    position = sample_rows(scene, tiles, rows).to(q.device)
+    position = sample_rows(scene, tiles, rows)
     mass = torch.zeros(q.shape[0], len(tiles), len(scene), device=q.device)
     for at in range(0, len(tiles), STRIP_TILES):
         strip = position[at : at + STRIP_TILES]
@@ -68,6 +68,6 @@ def sampled_mass(
 
 def sample_rows(scene: Scene, tiles: torch.Tensor, rows: int) -> torch.Tensor:
     """int64 [len(tiles), rows]: prompt rows spread evenly over each tile, increasing."""
-    start = torch.tensor(scene.tiling.starts)[tiles]
-    length = torch.tensor(scene.tiling.lengths)[tiles]
-    return start[:, None] + (length[:, None] * (2 * torch.arange(rows) + 1)) // (2 * rows)
+    start = torch.tensor(scene.tiling.starts, device=tiles.device)[tiles]
+    length = torch.tensor(scene.tiling.lengths, device=tiles.device)[tiles]
+    return start[:, None] + (length[:, None] * (2 * torch.arange(rows, device=tiles.device) + 1)) // (2 * rows)

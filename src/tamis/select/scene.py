@@ -32,7 +32,7 @@ class DocumentBits(Protocol):
 class Scene:
     """The tiles of one prompt. `document[i]` is the ordinal of tile i's document, or -1 outside documents.
 
-    `bits` has one entry per document, None where a document has no record.
+    `bits` has one entry per document, None where a document has no record. All masks are made on `document`'s device.
     """
 
     tiling: Tiling
@@ -40,15 +40,21 @@ class Scene:
     bits: tuple[DocumentBits | None, ...]
 
     @classmethod
-    def of(cls, prompt: Prompt, bits: Sequence[DocumentBits | None], tile: int = TILE) -> Scene:
-        """Cut `prompt` into tiles from the start of each segment."""
+    def of(
+        cls,
+        prompt: Prompt,
+        bits: Sequence[DocumentBits | None],
+        tile: int = TILE,
+        device: torch.device | str = "cpu",
+    ) -> Scene:
+        """Cut `prompt` into tiles from the start of each segment; selectors then work on `device`."""
         document, ordinal = [], 0
         for segment in prompt.segments:
             is_document = segment.kind is Kind.DOCUMENT
             document += [ordinal if is_document else -1] * -(-len(segment.tokens) // tile)
             ordinal += is_document
         assert len(bits) == ordinal, f"{len(bits)} bit sets for {ordinal} documents"
-        return cls(Tiling.of_segments(prompt.lengths, tile), torch.tensor(document), tuple(bits))
+        return cls(Tiling.of_segments(prompt.lengths, tile), torch.tensor(document, device=device), tuple(bits))
 
     def __len__(self) -> int:
         return len(self.document)
@@ -56,7 +62,7 @@ class Scene:
     @cached_property
     def causal(self) -> torch.Tensor:
         """bool [N, N]: key tile not after the query tile."""
-        return torch.ones(len(self), len(self), dtype=torch.bool).tril()
+        return torch.ones(len(self), len(self), dtype=torch.bool, device=self.document.device).tril()
 
     @cached_property
     def always(self) -> torch.Tensor:
@@ -66,7 +72,7 @@ class Scene:
         for every row: SIFT treats it as a document whose bits are all set.
         """
         outside = self.document < 0
-        diagonal = torch.eye(len(self), dtype=torch.bool)
+        diagonal = torch.eye(len(self), dtype=torch.bool, device=self.document.device)
         return self.causal & (diagonal | outside[:, None] | outside[None, :])
 
     @cached_property
@@ -80,26 +86,32 @@ class Scene:
         """bool [N, N]: a document's rows on an earlier document's keys."""
         return self.causal & ~self.always & ~self.local
 
-    def tiles_of(self, ordinal: int) -> slice:
-        """The tile numbers of a document."""
-        where = (self.document == ordinal).nonzero()[:, 0]
-        return slice(int(where[0]), int(where[-1]) + 1)
+    @cached_property
+    def document_tiles(self) -> torch.Tensor:
+        """int64: the numbers of the tiles that lie in documents, increasing."""
+        return (self.document >= 0).nonzero()[:, 0]
+
+    @cached_property
+    def tiles_of(self) -> list[slice]:
+        """The tile numbers of each document."""
+        document = self.document.tolist()
+        return [slice(document.index(i), document.index(i) + document.count(i)) for i in range(len(self.bits))]
 
     def stored_local(self, layer: int, heads: int) -> torch.Tensor:
         """bool [heads, N, N]: local tiles that the stored LA bits keep; all of them where there is no record."""
         mask = self.local.expand(heads, -1, -1).clone()
         for ordinal, bits in enumerate(self.bits):
             if bits is not None:
-                own = self.tiles_of(ordinal)
-                mask[:, own, own] &= bits.la[layer]
+                own = self.tiles_of[ordinal]
+                mask[:, own, own] &= bits.la[layer].to(mask.device)
         return mask
 
     def stored_pages(self, layer: int, heads: int) -> torch.Tensor:
         """bool [heads, N]: pages that the stored CA bits offer to other documents; all where there is no record."""
-        pages = torch.ones(heads, len(self), dtype=torch.bool)
+        pages = torch.ones(heads, len(self), dtype=torch.bool, device=self.document.device)
         for ordinal, bits in enumerate(self.bits):
             if bits is not None:
-                pages[:, self.tiles_of(ordinal)] = bits.ca[layer]
+                pages[:, self.tiles_of[ordinal]] = bits.ca[layer].to(pages.device)
         return pages
 
 

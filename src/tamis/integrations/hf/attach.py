@@ -67,10 +67,15 @@ class Attached:
         self.reports: list[PrefillReport] = []
         self._measure_recall, self._prefix = measure_recall, prefix
         spec = index_spec(model, tokenizer, prefix, policy.thresholds, policy.tile)
-        self._store = RecordStore.open(store, spec)
         self._switch, self._uninstall = install(model)
+        try:
+            self._store = RecordStore.open(store, spec)
+        except BaseException:
+            self._uninstall()
+            raise
         self._indexer = Indexer(model, self._switch, self._store, spec, prefix)
         self._running: tuple[Plan, Any] | None = None
+        self._closed = False
         self._hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, always_call=True),
@@ -82,7 +87,11 @@ class Attached:
         return self.reports[-1] if self.reports else None
 
     def close(self) -> None:
-        """Take Tamis out of the model and close the store."""
+        """Take Tamis out of the model and close the store. Closing twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        self._end_pass()
         for hook in self._hooks:
             hook.remove()
         self._uninstall()
@@ -95,6 +104,7 @@ class Attached:
         self.close()
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._end_pass()  # of a pass that was interrupted: torch calls no hooks after Ctrl-C
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is None or ids.dim() != 2 or ids.shape[1] == 1 or self._switch.job is not None:
             return
@@ -120,15 +130,22 @@ class Attached:
         plan = plan_prefill(self.model, prompt, self.policy, lambda: self._indexer, measure_recall=self._measure_recall)
         if missing and self.policy.prefill != "dense":
             plan.fallbacks.append(f"{missing} of {len(self.documents)} documents do not stand in the prompt")
+            if plan.reason and not prompt.documents:
+                plan.reason = f"{plan.reason}; {plan.fallbacks[-1]}"
         return plan
 
     def _after(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
+        plan = self._end_pass()
+        if plan is not None and output is not None:  # None: the pass raised
+            self.reports.append(plan.report())
+
+    def _end_pass(self) -> Plan | None:
         if self._running is None:
-            return
+            return None
         plan, running = self._running
         self._running = None
         running.__exit__(None, None, None)
-        self.reports.append(plan.report())
+        return plan
 
 
 def _token_ids(document: str | Sequence[int], tokenizer: Any | None) -> tuple[int, ...]:

@@ -27,10 +27,19 @@ ROW_STEP = 32  # PyTorch's CPU kernel walks queries in blocks of 32
 def block_sparse_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: TileLists, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.reference.block_sparse.block_sparse_attention`; float32, float16 or bfloat16 on a CPU."""
+    """See `kernels.reference.block_sparse.block_sparse_attention`; float32, float16 or bfloat16 on a CPU.
+
+    Query tiles must be cut like the key tiles, each listing its own first (`lists_from_mask` does); else InvalidInput.
+    """
     if q.device.type != "cpu":
         raise InvalidInput(f"the cpu kernel was given tensors on {q.device}; use kernel='auto' or move them.")
     check_shapes(q, k, v, lists)
+    own = (lists.q_start + lists.q_offset << LENGTH_BITS) | lists.q_len
+    if not torch.equal(lists.entries[..., 0], own.expand(len(q), -1)):
+        raise InvalidInput(
+            "the cpu kernel was given query tiles that are cut unlike the key tiles or do not list their own keys "
+            "first; start the chunk at a tile, or use kernel='reference'."
+        )
     work = _Work(q, k, v, lists, scale)
     work.own_keys()
     for tiles in work.groups():

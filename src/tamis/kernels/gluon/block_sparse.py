@@ -140,7 +140,7 @@ def _soften(s, m, scale, entry, position, masked: gl.constexpr):
 @gluon.jit
 def _step(
     q, ring, entry, t, position, scale, state, masked: gl.constexpr,
-    DP: gl.constexpr, ST: gl.constexpr, LOG: gl.constexpr, OUT: gl.constexpr, FENCE: gl.constexpr
+    DP: gl.constexpr, ST: gl.constexpr, LOG: gl.constexpr, OUT: gl.constexpr
 ):
     """Scores and weights of tile `t`, while the values of tile `t` - 1 are multiplied with their weights `pb`."""
     k_sm, v_sm, k_full, k_empty, v_full, v_empty = ring
@@ -157,8 +157,8 @@ def _step(
     alpha = gl.exp2(m - m_new)
     d = d * gl.convert_layout(alpha, gl.SliceLayout(1, d.type.layout), assert_trivial=True)[:, None] + sums
     pn = gl.convert_layout(p.to(q.dtype), pb.type.layout)
-    if FENCE:
-        mbarrier.wait(v_full.index(sv), ((t - 1) >> LOG) & 1)
+    # already passed once; ptxas would move the wait for the product below up to before the softmax, but not past this
+    mbarrier.wait(v_full.index(sv), ((t - 1) >> LOG) & 1)
     acc, pb = warpgroup_mma_wait(0, deps=[at, pn])
     mbarrier.arrive(v_empty.index(sv), count=1)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
@@ -169,7 +169,7 @@ def _step(
 def _consumer(
     g: gl.constexpr, o_desc, q_sm, work, ring, q_full, q_empty, out, lse, entries, scale, q_offset, TQ, M,
     o_head, o_row,
-    D: gl.constexpr, DP: gl.constexpr, ST: gl.constexpr, LOG: gl.constexpr, FENCE: gl.constexpr
+    D: gl.constexpr, DP: gl.constexpr, ST: gl.constexpr, LOG: gl.constexpr
 ):
     k_sm, v_sm, k_full, k_empty, v_full, v_empty = ring
     dt: gl.constexpr = q_sm.dtype
@@ -204,13 +204,14 @@ def _consumer(
         mbarrier.arrive(k_empty.index(sk), count=1)
         p, m, d = _soften(s, gl.full([HALF], MASKED, gl.float32, ROWS), scale, entry, position, True)
         state = (gl.zeros([HALF, DP], gl.float32, OUT), gl.convert_layout(p.to(dt), WEIGHTS), m, d)
-        # two loops: a test inside one costs the tiles below the diagonal 3 % of their speed
+        # two loops: a test inside one costs the tiles below the diagonal 3 % of their speed. The product above must
+        # stay in front of both: ptxas 12.8 otherwise computes the address of q for one of them only
         for i in range(1, near):
             state = _step(
-                q, ring, gl.load(visits + i), t + i, position, scale, state, True, DP, ST, LOG, OUT, FENCE
+                q, ring, gl.load(visits + i), t + i, position, scale, state, True, DP, ST, LOG, OUT
             )
         for i in range(near, n):
-            state = _step(q, ring, 0, t + i, position, scale, state, False, DP, ST, LOG, OUT, FENCE)
+            state = _step(q, ring, 0, t + i, position, scale, state, False, DP, ST, LOG, OUT)
         acc, pb, m, d = state
         t += n
         sv = (t - 1) & (ST - 1)
@@ -241,7 +242,7 @@ def _consumer(
 def kernel(
     q_desc, k_desc, v_desc, o_desc, out, lse, entries, count, n_masked, q_start, q_len, counter,
     scale, q_offset, TQ, HQ, NQ, M, G, o_head, o_row,
-    D: gl.constexpr, DP: gl.constexpr, ST: gl.constexpr, LOG: gl.constexpr, FENCE: gl.constexpr
+    D: gl.constexpr, DP: gl.constexpr, ST: gl.constexpr, LOG: gl.constexpr
 ):
     dt: gl.constexpr = q_desc.dtype
     q_sm = gl.allocate_shared_memory(dt, [4, 1, HALF, DP], q_desc.layout)
@@ -269,9 +270,9 @@ def kernel(
     gl.warp_specialize(
         [
             (_consumer, (0, o_desc, q_sm, work, ring, q_full, q_empty, out, lse, entries, scale, q_offset, TQ, M,
-                         o_head, o_row, D, DP, ST, LOG, FENCE)),
+                         o_head, o_row, D, DP, ST, LOG)),
             (_consumer, (1, o_desc, q_sm, work, ring, q_full, q_empty, out, lse, entries, scale, q_offset, TQ, M,
-                         o_head, o_row, D, DP, ST, LOG, FENCE)),
+                         o_head, o_row, D, DP, ST, LOG)),
             (_producer, ((q_desc, k_desc, v_desc), q_sm, work, ring, q_full, q_empty, counter, entries, lists,
                          (HQ, NQ, G), M, ST, LOG)),
         ],
@@ -298,7 +299,6 @@ def block_sparse_attention(
     scale: float,
     *,
     out: torch.Tensor | None = None,
-    fence: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query row over the tiles listed for its head and tile, causal inside them.
 
@@ -325,6 +325,6 @@ def block_sparse_attention(
             out, lse, lists.entries, lists.count, lists.masked, lists.q_start, lists.q_len, counter,
             scale * LOG2E, lists.q_offset, n_rows, heads, lists.q_start.numel(), lists.entries.shape[-1],
             heads // k.shape[0], out.stride(0), out.stride(1),
-            dim, padded, stages, stages.bit_length() - 1, fence, num_warps=4,
+            dim, padded, stages, stages.bit_length() - 1, num_warps=4,
         )
     return out, lse

@@ -13,13 +13,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PINS := constraints/cpu.txt
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS) $(PIP_FLAGS)
-QUESTION := How often must the lens be cleaned, and what happens after a gale?
+QUESTION := How is the lens of the lamp at the station cleaned?
 
 .PHONY: demo test lint fix pins clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
-	$(BIN)/tamis ask "$(QUESTION)" --docs examples/documents --compare
+	$(BIN)/tamis ask "$(QUESTION)" --docs examples/documents -k 20 --compare
 
 test: lint
 	$(BIN)/python -m pytest -q

@@ -1,4 +1,4 @@
-"""A tokenizer of 512 byte-level tokens, made on the spot: any text can be written with it, and none of it is unknown."""
+"""A tokenizer of 512 byte-level tokens, made on the spot: any text can be written with it, nothing is unknown."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tiny_chat import tiny_tokenizer
 
 from tamis.engine.llm import LLM
 from tamis.model.source import LoadedModel
+from tiny_chat import tiny_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -108,7 +108,7 @@ class TestAddFiles:
         for k in (1, 50):
             assert {h.passage.source for h in base.search("burns hours", k, within=theirs)} <= set(theirs)
             assert {h.passage.source for h in base.search("burns hours", k, within=mine)} <= set(mine)
-        with pytest.raises(NothingFound, match="none of the"):
+        with pytest.raises(NothingFound, match=r"none of the"):
             base.search("boat", within=mine)
 
     def test_one_passage_in_files_of_two_titles(self, llm: LLM, base: KnowledgeBase, tmp_path: Path) -> None:
@@ -123,10 +123,10 @@ class TestAddFiles:
             assert llm.generate("boat?", hits, sampling=ONE).report.prefill.used == "sift"
 
     def test_what_is_not_there(self, base: KnowledgeBase, tmp_path: Path) -> None:
-        with pytest.raises(TamisError, match="nowhere"):
+        with pytest.raises(TamisError, match=r"nowhere"):
             base.add_files(tmp_path / "nowhere")
         (tmp_path / "empty").mkdir()
-        with pytest.raises(NothingFound, match="no readable document"):
+        with pytest.raises(NothingFound, match=r"no readable document"):
             base.add_files(tmp_path / "empty")
         with pytest.raises(NothingFound):
             base.search("anything")
@@ -161,11 +161,11 @@ class TestStores:
         with first.corpus(tmp_path / "kb") as base:
             base.add_files(folder)
         other = open_llm("qwen2")
-        with pytest.raises(StoreMismatch, match="architecture is 'llama.*weights is .*--rebuild"):
+        with pytest.raises(StoreMismatch, match=r"architecture is 'llama.*weights is .*--rebuild"):
             other.corpus(tmp_path / "kb")
         with other.corpus(tmp_path / "kb", rebuild=True) as base:
             assert len(base.indexer.store) == 0 and base.add_files(folder).indexed == 5
-        with pytest.raises(StoreMismatch, match="architecture is 'qwen2"):
+        with pytest.raises(StoreMismatch, match=r"architecture is 'qwen2"):
             first.corpus(tmp_path / "kb")
 
     def test_of_other_thresholds(self, open_llm: Open, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ class TestStores:
 
     def test_a_file_in_the_stores_place(self, llm: LLM, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
-        with pytest.raises(InvalidInput, match="is a file; a store is a folder"):
+        with pytest.raises(InvalidInput, match=r"is a file; a store is a folder"):
             llm.corpus(tmp_path / "file")
         with llm.corpus(tmp_path / "kb"):
             pass

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tamis
-from tamis.attention.policy import Policy
-from tamis.core.errors import ContextOverflow, InvalidInput, TamisError, UnknownName
+from tamis.attention.policy import MIN_TOKENS, Policy
+from tamis.core.errors import ContextOverflow, InvalidInput, TamisError
 from tamis.engine.llm import LLM
 from tamis.engine.sampling import Sampling
 from tamis.engine.template import Turn
@@ -86,9 +86,13 @@ class TestGenerate:
         prompt = prompt_of(llm, documents)
         llm.close()
         ids = torch.tensor([prompt.tokens])
-        made = loaded(family).model.generate(
-            ids, max_new_tokens=24, do_sample=False, eos_token_id=sorted(llm.stop_tokens), pad_token_id=0
-        )[0, ids.shape[1] :].tolist()
+        made = (
+            loaded(family)
+            .model.generate(
+                ids, max_new_tokens=24, do_sample=False, eos_token_id=sorted(llm.stop_tokens), pad_token_id=0
+            )[0, ids.shape[1] :]
+            .tolist()
+        )
         assert list(answer.tokens) == [t for t in made if t not in llm.stop_tokens]
         assert answer.report.new_tokens == len(answer.tokens)
 
@@ -163,7 +167,7 @@ class TestGenerate:
     def test_short_prompts_are_dense_and_say_so(self, open_llm: Open) -> None:
         llm = open_llm(prefill="sift")
         answer = llm.generate(QUESTION, ["a boat"], sampling=Sampling(max_new_tokens=1))
-        assert "sparse prefill pays from 2048" in str(answer.report)
+        assert f"sparse prefill pays from {MIN_TOKENS['cpu']}" in str(answer.report)
 
 
 class TestTheContextsEnd:
@@ -200,7 +204,7 @@ class TestTheContextsEnd:
         assert len(prompt_of(llm, kept).tokens) + 30 < 320 <= len(prompt_of(llm, many[: len(kept) + 1]).tokens) + 30
         with pytest.raises(ContextOverflow, match=r"the first document has \d+ tokens .* model's 320"):
             llm.fit(QUESTION, ["boat " * 400], room=30)
-        with pytest.raises(ContextOverflow, match="takes 320"):
+        with pytest.raises(ContextOverflow, match=r"takes 320"):
             llm.fit("why " * 500, many)
         assert llm.fit(QUESTION, [], room=30) == []
 
@@ -212,6 +216,7 @@ class TestChoices:
             ({"prefil": "sift"}, "Did you mean 'prefill'"),
             ({"prefill": "sfit"}, "Did you mean 'sift'"),
             ({"selector": "sample"}, "Did you mean 'sampled'"),
+            ({"kernel": "cpuu"}, "Did you mean 'cpu'"),
             ({"kv": "fp8"}, "unknown kv"),
             ({"decode": "sparse"}, "unknown decode"),
             ({"tile": 32}, "tile is 32"),
@@ -228,11 +233,6 @@ class TestChoices:
             Policy.of(**choices)
         with pytest.raises(InvalidInput, match=says):
             llm.generate(QUESTION, ["a"], **choices)
-
-    def test_an_unknown_kernel(self, llm: LLM) -> None:
-        with pytest.raises(UnknownName, match="kernel"):
-            llm.generate(QUESTION, ["a boat"], kernel="cpuu", sampling=Sampling(max_new_tokens=1))
-        llm.generate(QUESTION, ["a boat"], sampling=Sampling(max_new_tokens=1))
 
     @pytest.mark.parametrize(
         "options",
@@ -267,7 +267,7 @@ class TestLifetime:
         before = model.config._attn_implementation
         with LLM(loaded("qwen3")) as llm:
             assert model.config._attn_implementation == "tamis"
-            with pytest.raises(InvalidInput, match="attached to Tamis already"):
+            with pytest.raises(InvalidInput, match=r"attached to Tamis already"):
                 LLM(loaded("qwen3"))
         llm.close()  # twice is harmless
         assert model.config._attn_implementation == before
@@ -289,13 +289,13 @@ class TestLifetime:
     def test_the_public_names(self) -> None:
         assert all(getattr(tamis, name) is not None for name in tamis.__all__)
         assert tamis.LLM is LLM and issubclass(ContextOverflow, TamisError)
-        with pytest.raises(AttributeError, match="Public names: Answer"):
+        with pytest.raises(AttributeError, match=r"Public names: Answer"):
             _ = tamis.Llm
 
 
 class TestOnTheRealModel:
     def test_all_tiles_are_stock_transformers(self, smollm2: Any) -> None:
-        text = ("The harbour crane lifts stores from the boat on Mondays. The lamp is lit at dusk. " * 16).strip()
+        text = ("The harbour crane lifts stores from the boat on Mondays. The lamp is lit at dusk. " * 14).strip()
         with LLM(smollm2, prefill="sift", min_tokens=0) as llm:
             prompt = llm.template.prompt("When does the crane work?", [llm.document_tokens(text), (7, 8, 9)])
             assert 300 < len(prompt.tokens) < 700

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_chat import tiny_tokenizer
 
 from tamis.engine.sampling import TextStream
+from tiny_chat import tiny_tokenizer
 
 ALPHABET = "ab é€\n"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tamis.cli.options import Device, Dtype, Json, Model, Store, load, progress
+from tamis.cli.options import STARTED, Device, Dtype, Json, Model, Store, load, progress
 
 if TYPE_CHECKING:
     from tamis.corpus import AddReport
@@ -56,6 +56,7 @@ def ask(
         documents = llm.fit(question, hits)
         retrieval_s = time.perf_counter() - begin
         notes = _notes(added.files, added.indexed, len(hits) - len(documents))
+        notes.insert(0, f"{begin - STARTED:.1f} s from the start of the command to the question")
         # the instruction asks for a sentence or two; small models go round in circles after that
         sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature, seed=seed, stop=("\n\n",))
         if compare:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tamis.cli import evaluate_answers, research
 from tamis.cli.bench import Results, record
 from tamis.cli.options import Device, Dtype, Json, Model, load, progress
 
@@ -16,6 +17,10 @@ app = typer.Typer(help="Measure quality. Rows go to results/ where that folder e
 @app.callback()
 def _group() -> None:
     """Keeps `tamis eval` a group while it has few commands."""
+
+
+app.command()(evaluate_answers.answers)
+app.add_typer(research.app)
 
 
 @app.command()

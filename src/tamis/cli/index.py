@@ -79,7 +79,8 @@ def _run(
         ]
         result["verified"] = len(base.indexer.store)
     if listing:
-        result["passages"] = [{"id": p.id, "place": p.place, "title": p.title} for p in base.corpus.passages()]
+        found = sorted(base.corpus.passages(), key=lambda p: (p.source, p.first_line))
+        result["passages"] = [{"id": p.id, "place": p.place, "title": p.title} for p in found]
     if stats:
         result["stats"] = asdict(base.indexer.store.stats())
     return result
@@ -100,7 +101,11 @@ def _show(result: dict[str, Any], json: bool) -> None:
         print(jsonlib.dumps(result))
     else:
         for name, value in result.items():
-            if isinstance(value, list):
+            if isinstance(value, dict):
+                print(f"{name}:")
+                for part, number in value.items():
+                    print(f"  {part}: {number:.4g}" if isinstance(number, float) else f"  {part}: {number}")
+            elif isinstance(value, list):
                 print(f"{name}: {len(value)}")
                 for row in value:
                     print("  " + (row if isinstance(row, str) else "  ".join(str(v) for v in row.values())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from tamis.index.encode import Bits
 
 FULL, EMPTY = "█", "·"
+PASSAGE_ID = re.compile("[0-9a-fA-F]{32}")
 
 
 def inspect(
@@ -44,7 +46,7 @@ def inspect(
                 text = read_file(Path(doc))
                 tokens = llm.template.document_tokens(text.title, text.text)
             else:
-                passage = base.corpus.get(doc)
+                passage = base.corpus.get(doc) if PASSAGE_ID.fullmatch(doc) else None
                 if passage is None:
                     raise InvalidInput(f"{doc} is neither a file nor a passage of the store; see tamis index --list.")
                 tokens = base.tokens(passage)

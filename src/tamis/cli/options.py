@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +11,8 @@ import typer
 
 if TYPE_CHECKING:
     from tamis.engine.llm import LLM
+
+STARTED = time.perf_counter()  # the command line imports this first of all
 
 Model = Annotated[
     str, typer.Option("--model", "-m", help="smollm2, a directory, a .gguf file, or a hub name.", show_default=True)
@@ -34,18 +37,25 @@ def load(model: str, device: str | None, dtype: str | None, **choices: Any) -> L
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr that appears with the first step and vanishes at the end."""
+    """A progress bar on stderr that appears with the first step and vanishes at the end; none outside a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = None
+    console = Console(stderr=True)
+    bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = None
 
-        def step(done: int, total: int) -> None:
-            nonlocal task
-            if total:
-                task = bars.add_task(what, total=total) if task is None else task
-                bars.update(task, completed=done, total=total)
+    def step(done: int, total: int) -> None:
+        nonlocal task
+        if total:
+            if task is None:
+                task = bars.add_task(what, total=total)
+                bars.start()
+            bars.update(task, completed=done, total=total)
 
+    try:
         yield step
+    finally:
+        if task is not None:
+            bars.stop()

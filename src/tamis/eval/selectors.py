@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tamis.attention.policy import Policy
+from tamis.core.errors import ContextOverflow
 from tamis.engine.sampling import Sampling, TextStream
 from tamis.eval.metrics import bootstrap, exact_match, kl_divergence, token_f1, top1_agrees
 from tamis.eval.questions import Question
@@ -53,13 +55,20 @@ def eval_selectors(
 
     The prompt holds the question's passages in their given order. SIFT is on at any length. Recall is measured against
     the true attention of the very pass that skipped the rest. With `answer_tokens` 0 no answers are generated.
+    Raises InvalidInput for a selector that does not exist, ContextOverflow with the question that does not fit.
     """
+    selectors = list(dict.fromkeys(selectors))
+    for name in selectors:
+        Policy.of(llm.policy, selector=name)  # raises on a typo, before any work
     scores = {name: Scores() for name in ("dense", *selectors)}
     for i, question in enumerate(questions):
         note(i, len(questions))
         documents = [llm.template.document_tokens(d.title, d.text) for d in question.docs]
         prompt = llm.template.prompt(question.question, [d for d in documents if d])
-        dense = llm.prefill(prompt, prefill="dense")
+        try:
+            dense = llm.prefill(prompt, prefill="dense")
+        except ContextOverflow as e:
+            raise ContextOverflow(f"question {question.id!r}: {e}") from e
         reference = dense.logits
         _score(llm, scores["dense"], question, dense, answer_tokens)
         for name in selectors:

@@ -9,7 +9,7 @@ import torch
 
 from tamis.index.spec import DocumentStats
 from tamis.kernels.lists import Tiling
-from tamis.kernels.reference.tile_statistics import tile_statistics
+from tamis.kernels.statistics import tile_statistics
 
 
 class Observer:

@@ -88,23 +88,31 @@ def block_sparse_attention(
     *,
     kernel: str = "auto",
     out: torch.Tensor | None = None,
+    need_lse: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query row over the tiles listed for its head and tile, causal inside them.
 
     q [Hq, Tq, D], k and v [Hkv, Tk, D] on one device and of one dtype, Hq a multiple of Hkv, any strides with D
     contiguous; `scale` > 0 multiplies the scores; `out` [Hq, Tq, D] is written if given. Returns out and the
-    natural-log log-sum-exp [Hq, Tq] in float32. Raises `InvalidInput` for tensors no kernel may be given,
-    `UnknownName` for a kernel that does not exist and `Unavailable` for one that cannot run here.
+    natural-log log-sum-exp [Hq, Tq] in float32, which may be NaN throughout if `need_lse` is off. Raises
+    `InvalidInput` for tensors no kernel may be given, `UnknownName` for a kernel that does not exist and
+    `Unavailable` for one that cannot run here.
     """
     check_shapes(q, k, v, lists)
     _check_values(q, k, v, scale, out)
     case = Case.of((q, k, v) if out is None else (q, k, v, out), lists.tile)
     name = _choose(case) if kernel == "auto" else _named(kernel, case)
     run, into = KERNELS.get(name), _ABOUT[name].into
-    made: tuple[torch.Tensor, torch.Tensor] = run(q, k, v, lists, scale, **({"out": out} if into else {}))
+    options = _options(name, out if into else None, need_lse)
+    made: tuple[torch.Tensor, torch.Tensor] = run(q, k, v, lists, scale, **options)
     if out is None or into:
         return made
     return out.copy_(made[0]), made[1]
+
+
+def _options(name: str, out: torch.Tensor | None, need_lse: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {} if out is None else {"out": out}
+    return options | {"need_lse": need_lse} if name == "cpu" else options  # only there does it cost a pass of its own
 
 
 def causal_attention(

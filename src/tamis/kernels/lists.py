@@ -69,7 +69,8 @@ class TileLists:
                         the rest are whole tiles that lie fully below it
     q_offset            position of q's row 0 among the keys (0, or the tokens before a chunk)
     tile                rows of a query tile and keys of a key tile, at most
-    area                score elements listed and causally visible, summed over heads (a count, exact)
+    area                score elements listed and causally visible, summed over heads (a count, exact); an integer
+                        tensor where the lists were made on a device: its sum is the count, waited for when read
     causal_area         the same if every tile were listed
     """
 
@@ -80,13 +81,18 @@ class TileLists:
     masked: torch.Tensor
     q_offset: int
     tile: int
-    area: int
+    area: int | torch.Tensor
     causal_area: int
 
     @property
     def density(self) -> float:
         """Share of the causal area that is computed."""
-        return self.area / self.causal_area
+        return counted(self.area) / self.causal_area
+
+
+def counted(area: int | torch.Tensor) -> int:
+    """`TileLists.area` as a number. Waits for the device if it is a tensor there."""
+    return int(area.sum(dtype=torch.int64)) if isinstance(area, torch.Tensor) else area
 
 
 def tile_areas(queries: Tiling, keys: Tiling, q_offset: int = 0) -> torch.Tensor:

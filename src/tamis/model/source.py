@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tamis.core.env import cache_dir
 from tamis.core.errors import InvalidInput, ModelNotFound, Unavailable
 from tamis.core.log import logger
+from tamis.core.registry import unknown
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +97,10 @@ def locate(name: str) -> Path | str:
         return path.resolve()
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf"):
         raise ModelNotFound(f"no model at {name}: that file or directory does not exist.")
+    if "/" not in name:  # the hub's models are owner/name: no need to ask it, which takes long where it is not reached
+        raise ModelNotFound(
+            f"{unknown('model', name, list(PACKAGED))} Or give a directory, a .gguf file or a hub name."
+        )
     return name
 
 

@@ -6,7 +6,9 @@ fits (a batch, padding, a chunk), runs the stock attention, and the report says 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,7 +22,10 @@ from tamis.attention.report import PrefillReport
 from tamis.core.errors import InvalidInput
 from tamis.index.store import RecordStore
 from tamis.model.family import geometry
-from tamis.prompt.segments import find_documents
+from tamis.prompt.segments import Prompt, find_documents
+
+ENDS = sorted(product(range(3), repeat=2), key=sum)[1:]  # tokens left out at a document's beginning and end
+MIN_CUT_TOKENS = 16
 
 
 def attach(
@@ -37,7 +42,7 @@ def attach(
     """Put Tamis into `model` until the returned object is closed (use it in a `with` block).
 
     model      a transformers causal language model of a supported family
-    documents  texts (needs `tokenizer`) or token ids, exactly as they will stand in the prompt
+    documents  texts (needs `tokenizer`) or token ids, as they will stand in the prompt
     store      folder of records, kept between runs; None keeps them in memory
     prefix     token ids that documents are observed behind; best what stands before them in the prompt
     choices    fields of `Policy`: prefill="sift", selector=…
@@ -114,7 +119,7 @@ class Attached:
         self._running = (plan, running)
 
     def _plan(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> Plan:
-        prompt = find_documents(ids[0].tolist(), self.documents)
+        prompt = _find(ids[0].tolist(), self.documents)
         missing = len(self.documents) - len(prompt.documents)
         mask = kwargs.get("attention_mask")
         cache = kwargs.get("cache", kwargs.get("past_key_values"))  # renamed in transformers 5.24
@@ -146,6 +151,27 @@ class Attached:
         self._running = None
         running.__exit__(None, None, None)
         return plan
+
+
+def _find(tokens: list[int], documents: Sequence[tuple[int, ...]]) -> Prompt:
+    """Where the documents stand, if need be without a token or two at their ends.
+
+    A tokenizer may join a text's first or last character with what stands beside it in the prompt: ".\\n\\n" is one
+    token of Llama 3 and Qwen.
+    """
+    prompt = find_documents(tokens, documents)
+    if len(prompt.documents) == len(documents):
+        return prompt
+    found = Counter(d.tokens for d in prompt.documents)
+    as_they_stand = []
+    for document in documents:
+        if found[document]:
+            found[document] -= 1
+            as_they_stand.append(document)
+            continue
+        shorter = (document[a : len(document) - b] for a, b in ENDS if len(document) >= MIN_CUT_TOKENS)
+        as_they_stand.append(next((s for s in shorter if find_documents(tokens, [s]).documents), document))
+    return find_documents(tokens, as_they_stand)
 
 
 def _token_ids(document: str | Sequence[int], tokenizer: Any | None) -> tuple[int, ...]:

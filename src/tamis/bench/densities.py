@@ -1,0 +1,89 @@
+"""Densities of a real model's runs, kept per layer and head, and lists of the same densities for another shape.
+
+Random weights are enough to time a model, but what a selector keeps on them means nothing. So the densities come from a
+recorded run of a real model, and the row of a result says which.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from tamis.core.errors import InvalidInput, NothingFound
+from tamis.kernels.lists import TileLists, lists_from_mask, tile_areas
+from tamis.select.scene import Scene
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """density[layer][head] of document rows' causal area in one setting, mean over `prompts` prompts.
+
+    kl is the mean divergence of the first token from dense in the same runs: the quality that the densities bought.
+    """
+
+    model: str
+    data: str
+    selector: str
+    tokens: int
+    prompts: int
+    kl: float
+    agreement: float
+    density: tuple[tuple[float, ...], ...]
+
+    def of(self, layer: int, layers: int, heads: int) -> torch.Tensor:
+        """float32 [heads]: densities for layer `layer` of a model of `layers` layers, at the same relative depth.
+
+        Heads are taken in order of density at evenly spaced ranks, so that the spread between heads is kept.
+        """
+        mine = self.density[round(layer * (len(self.density) - 1) / max(1, layers - 1))]
+        ranked = sorted(mine, reverse=True)
+        picks = [ranked[min(len(ranked) - 1, int((h + 0.5) * len(ranked) / heads))] for h in range(heads)]
+        return torch.tensor(picks)
+
+
+def save(recorded: list[Recorded], path: Path | str) -> None:
+    """Write all settings of one recording; complete or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(json.dumps([asdict(r) for r in recorded]) + "\n")
+    scratch.replace(path)
+
+
+def load(path: Path | str) -> list[Recorded]:
+    """Read what `save` wrote. Raises NothingFound or InvalidInput."""
+    try:
+        rows = json.loads(Path(path).read_text())
+        return [Recorded(**row | {"density": tuple(tuple(h) for h in row["density"])}) for row in rows]
+    except FileNotFoundError as e:
+        raise NothingFound(f"no recorded densities at {path}; make them with `tamis bench record-densities`.") from e
+    except (ValueError, TypeError, KeyError) as e:
+        raise InvalidInput(f"{path} does not hold recorded densities: {e}.") from e
+
+
+def nearest(recorded: list[Recorded], selector: str, tokens: int) -> Recorded:
+    """The recording of `selector` at the length closest to `tokens`. Raises NothingFound if there is none."""
+    fits = [r for r in recorded if r.selector == selector]
+    if not fits:
+        names = sorted({r.selector for r in recorded})
+        raise NothingFound(f"no densities were recorded for {selector!r}; recorded are {', '.join(names)}.")
+    return min(fits, key=lambda r: (abs(r.tokens - tokens), -r.tokens))
+
+
+def lists_of_density(scene: Scene, density: torch.Tensor, generator: torch.Generator) -> TileLists:
+    """Lists whose heads compute these shares of the causal area: `scene.always`, own tiles, and random cross tiles.
+
+    density [heads]; a head that needs less than what is always kept gets just that.
+    """
+    device = scene.document.device
+    areas = tile_areas(scene.tiling, scene.tiling).to(device).double()
+    fixed = scene.always | scene.local
+    fixed_area, cross_area = float((areas * fixed).sum()), float((areas * scene.cross).sum())
+    share = ((density.to(device) * float(areas.sum()) - fixed_area) / max(cross_area, 1.0)).clamp(0, 1)
+    draw = torch.rand(len(density), len(scene), len(scene), device=device, generator=generator)
+    mask = fixed | (scene.cross & (draw < share[:, None, None]))
+    return lists_from_mask(mask, scene.tiling, scene.tiling)

@@ -1,0 +1,114 @@
+"""`tamis eval research` and `tamis eval calibrate`: selector variants on long prompts, thresholds made from them."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tamis.cli.bench import Results, record
+from tamis.cli.options import Device, Dtype, Json, Model, load, progress
+
+if TYPE_CHECKING:
+    from tamis.eval.metrics import Interval
+
+app = typer.Typer()
+
+Data = Annotated[str, typer.Option("--data", help="Questions with documents, JSON lines.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only the first so many questions.")]
+Tokens = Annotated[
+    int | None, typer.Option(min=64, help="Prompt length, filled with other questions' passages. Default: as they are.")
+]
+
+
+@app.command()
+def research(
+    data: Data,
+    model: Model = "smollm2",
+    tokens: Tokens = None,
+    limit: Limit = None,
+    variants: Annotated[
+        str | None, typer.Option("--variants", help="Separated by ';', such as 'sampled:rows=4,mass=0.95'.")
+    ] = None,
+    log: Annotated[str | None, typer.Option("--log", help="JSON-lines file of results; a second run goes on.")] = None,
+    deadline_s: Annotated[float | None, typer.Option("--deadline-s", min=0, help="Begin nothing later.")] = None,
+    results: Results = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    json: Json = False,
+) -> None:
+    """Density, recall, KL and agreement of many selector variants against one dense pass per prompt."""
+    from pathlib import Path
+
+    from tamis.bench.results import Row
+    from tamis.eval.questions import load_questions
+    from tamis.eval.research import METRICS, Study, summarise
+    from tamis.eval.research import research as run
+    from tamis.eval.variants import DEFAULT_VARIANTS, parse_variant
+
+    chosen = [parse_variant(v) for v in (variants.split(";") if variants else DEFAULT_VARIANTS) if v.strip()]
+    chosen = list({v.spec: v for v in chosen}.values())
+    questions = load_questions(data)  # all of them: the others' passages fill the prompts
+    with load(model, device, dtype) as llm, progress("variants") as step:
+        case = f"{llm.name}/{Path(data).stem}/{tokens or 'own'}"
+        study = Study(case, tokens, Path(log) if log else None, deadline_s, limit)
+        found = run(llm, questions, chosen, study, note=step)
+    wanted = {v.spec for v in chosen}
+    found = [r for r in found if r["variant"] in wanted]
+    if not found:
+        typer.echo("no result before the deadline", err=True)
+        raise typer.Exit(1)
+    units = {"kl": "nat", "kl_rows": "nat"}
+    table = [
+        Row.of(case, spec, metric, [r[metric] for r in found if r["variant"] == spec], unit=units.get(metric, "1"))
+        for spec in dict.fromkeys(r["variant"] for r in found)
+        for metric in METRICS
+    ]
+    kept = record(table, "selectors", results)
+    summary = summarise(found)
+    if json:
+        print(jsonlib.dumps({"case": case, "results": kept, "variants": _plain(summary)}))
+        return
+    print(case)
+    _print(summary, METRICS)
+
+
+@app.command()
+def calibrate(
+    data: Data,
+    out: Annotated[str, typer.Option("--out", help="Thresholds file to write, for 'calibrated:file=...'.")],
+    density: Annotated[float, typer.Option(help="Share of the causal area that may be computed.")] = 0.2,
+    model: Model = "smollm2",
+    tokens: Tokens = None,
+    skip: Annotated[int, typer.Option(min=0, help="Questions left out at the beginning: those to test on.")] = 0,
+    limit: Limit = 4,
+    rows: Annotated[int, typer.Option(help="Sampled rows per tile that the thresholds are used with.")] = 8,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """One share of the attention per layer and head, so that the least is lost at a density."""
+    from tamis.eval.questions import load_questions
+    from tamis.eval.research import calibrate_on
+
+    questions = load_questions(data)
+    questions = questions[skip:] + questions[:skip]
+    with load(model, device, dtype) as llm, progress("prompts") as step:
+        found = calibrate_on(llm, questions, density, tokens=tokens, rows=rows, limit=limit, note=step)
+        found.save(out, model=llm.name, density=density, rows=rows, tokens=tokens or "own", questions=limit or 0)
+    print(f"{out}: {len(found.mass)} layers of {len(found.mass[0])} heads")
+
+
+def _plain(summary: dict[str, dict[str, Interval]]) -> dict[str, Any]:
+    return {
+        spec: {metric: {"mean": i.mean, "ci95": [i.low, i.high], "n": i.n} for metric, i in values.items()}
+        for spec, values in summary.items()
+    }
+
+
+def _print(summary: dict[str, dict[str, Interval]], metrics: tuple[str, ...]) -> None:
+    wide = max(map(len, summary))
+    print(f"{'':{wide}} {'n':>3} " + " ".join(f"{m:>24}" for m in metrics))
+    for spec, values in summary.items():
+        cells = [f"{i.mean:.4f} [{i.low:.4f}, {i.high:.4f}]" for i in (values[m] for m in metrics)]
+        print(f"{spec:{wide}} {values[metrics[0]].n:>3} " + " ".join(f"{c:>24}" for c in cells))

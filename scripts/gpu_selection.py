@@ -4,8 +4,8 @@
 
 32 query heads, 8 KV heads, head dim 128, bf16, tiles of 128 tokens. Documents are 1,024 tokens each, or of random
 lengths around 512, behind a prefix of 60 tokens and before a question of 200. Keys and queries are random with a few
-heavy keys. Times are medians of CUDA graph replays, in ms, of one layer; "share" is the part of the 60 ms that dense
-attention takes at 64K (scaled with the square of the length).
+heavy keys. Times are medians of CUDA graph replays, in ms, of one layer, beside the part that they are of the 60 ms
+that dense attention takes at 64K (scaled with the square of the length); "all" is the whole selection of a layer.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ def tune(case: Case) -> None:
     scene = scene_of(case, "cuda")
     q, k = tensors(scene.tiling.n_tokens)
     device = DeviceScene.of(scene)
-    rest = (device.tiles, device.rows(8), device.places.entry)
-    sums = tile_scores(q, k, *rest, scale=DIM**-0.5, tile=128)
+    rest = (device.tiles, device.rows(8), device.places)
+    sums = tile_scores(q, k, *rest, scale=DIM**-0.5)
     q8, k8 = q.to(torch.float8_e4m3fn), k.to(torch.float8_e4m3fn)
     for name, a, b, cuts in (("bf16", q, k, CUTS), ("fp8", q8, k8, CUTS8)):
         for cut in (Cut(*c) for c in cuts):
-            run = functools.partial(tile_scores, a, b, *rest, scale=DIM**-0.5, tile=128, cut=cut)
+            run = functools.partial(tile_scores, a, b, *rest, scale=DIM**-0.5, cut=cut)
             try:
                 ms = median(run)
                 late = (run()[..., :400] - sums[..., :400])[:, 400:].abs().float().max()
@@ -131,8 +131,8 @@ def timings(case: Case, scene: Scene) -> Iterator[tuple[str, float]]:
     assert device.bits is not None, "the case has records"
     scale = DIM**-0.5
     for m in (8, 4):
-        rest = (device.tiles, device.rows(m), device.places.entry)
-        yield f"scores, {m} rows", median(lambda r=rest: tile_scores(q, k, *r, scale=scale, tile=128))
+        rest = (device.tiles, device.rows(m), device.places)
+        yield f"scores, {m} rows", median(lambda r=rest: tile_scores(q, k, *r, scale=scale))
         yield f"sampled, {m} rows, all", median(lambda m=m: device.lists(Sampled(m, 0.9), 0, q, k, scale))
     yield "stored, all", median(lambda: device.lists(Stored(), 0, q, k, scale))
     n = q.shape[1]

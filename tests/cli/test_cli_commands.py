@@ -29,9 +29,9 @@ class TestAsk:
         assert set(found) >= {"answer", "ttft_s", "density", "recall", "sources", "report"}
         assert found["report"]["prefill"]["used"] == "sift" and 0 < found["density"] <= 1
         assert found["sources"][0]["number"] == 1 and "crane.md" in found["sources"][0]["place"]
-        assert "2 files (2 read, 0 unchanged)" in found["report"]["notes"][0]
+        assert any("2 files (2 read, 0 unchanged)" in n for n in found["report"]["notes"])
         again = self.ask(tamis, docs, common, "--json").json
-        assert again["answer"] == found["answer"] and "0 passages indexed" in again["report"]["notes"][0]
+        assert again["answer"] == found["answer"] and "0 passages indexed" in str(again["report"]["notes"])
 
     def test_text(self, tamis: Run, docs: Path, common: list[str]) -> None:
         wanted = self.ask(tamis, docs, common, "--json").json

@@ -109,9 +109,8 @@ def score_error(
         given,
         device.tiles,
         device.rows(case.rows),
-        device.places.entry,
+        device.places,
         scale=case.scale,
-        tile=case.tile,
         dtype=dtype,
     )
     expected = sampled_mass(q, k, case.scale, scene, scene.document_tiles, case.rows)

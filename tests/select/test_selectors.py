@@ -61,7 +61,13 @@ def test_between_always_and_causal_in_any_order(layout: list[tuple[str, int]], n
 def test_something_is_left_out(name: str) -> None:
     """Keeping every tile would satisfy most of the other tests."""
     stage = Stage([("prefix", 5), *[("document", 100)] * 4, ("question", 20)])
-    options: dict[str, Any] = {"sampled": {"mass": 0.6}, "oracle": {"mass": 0.6}}
+    options: dict[str, Any] = {
+        "sampled": {"mass": 0.6},
+        "oracle": {"mass": 0.6},
+        "threshold": {"theta": 0.1, "floor": 0.3},
+        "flexprefill": {"gamma": 0.6, "min_budget": TILE},
+        "vertical_slash": {"budget": 0.1},
+    }
     assert density(select(SELECTORS.get(name)(**options.get(name, {})), stage), stage.scene) < 0.85
 
 

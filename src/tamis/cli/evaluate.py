@@ -19,7 +19,7 @@ def _group() -> None:
     """Keeps `tamis eval` a group while it has few commands."""
 
 
-app.command()(evaluate_answers.answers)
+app.add_typer(evaluate_answers.app)
 app.add_typer(research.app)
 
 

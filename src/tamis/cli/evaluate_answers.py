@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from tamis.eval.answers import Answers
     from tamis.eval.tasks import Task
 
+app = typer.Typer()
 KINDS = ("qa", "needle", "ruler")
 
 
+@app.command()
 def answers(
     data: Annotated[
         list[str] | None, typer.Option("--data", help="Question sets, or folders of them. May be repeated.")

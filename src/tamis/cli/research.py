@@ -42,6 +42,7 @@ def research(
     from pathlib import Path
 
     from tamis.bench.results import Row
+    from tamis.core.errors import NothingFound
     from tamis.eval.questions import load_questions
     from tamis.eval.research import METRICS, Study, summarise
     from tamis.eval.research import research as run
@@ -57,8 +58,7 @@ def research(
     wanted = {v.spec for v in chosen}
     found = [r for r in found if r["variant"] in wanted]
     if not found:
-        typer.echo("no result before the deadline", err=True)
-        raise typer.Exit(1)
+        raise NothingFound(f"the deadline of {deadline_s} s left no time for a variant; give more, or none.")
     units = {"kl": "nat", "kl_rows": "nat"}
     table = [
         Row.of(case, spec, metric, [r[metric] for r in found if r["variant"] == spec], unit=units.get(metric, "1"))
@@ -86,6 +86,7 @@ def calibrate(
     rows: Annotated[int, typer.Option(help="Sampled rows per tile that the thresholds are used with.")] = 8,
     device: Device = None,
     dtype: Dtype = None,
+    json: Json = False,
 ) -> None:
     """One share of the attention per layer and head, so that the least is lost at a density."""
     from tamis.eval.questions import load_questions
@@ -96,7 +97,11 @@ def calibrate(
     with load(model, device, dtype) as llm, progress("prompts") as step:
         found = calibrate_on(llm, questions, density, tokens=tokens, rows=rows, limit=limit, note=step)
         found.save(out, model=llm.name, density=density, rows=rows, tokens=tokens or "own", questions=limit or 0)
-    print(f"{out}: {len(found.mass)} layers of {len(found.mass[0])} heads")
+    layers, heads = len(found.mass), len(found.mass[0])
+    if json:
+        print(jsonlib.dumps({"out": out, "layers": layers, "heads": heads, "density": density}))
+        return
+    print(f"{out}: {layers} layers of {heads} heads")
 
 
 def _plain(summary: dict[str, dict[str, Interval]]) -> dict[str, Any]:

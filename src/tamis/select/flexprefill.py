@@ -74,11 +74,13 @@ def _tile_means(x: torch.Tensor, scene: Scene) -> torch.Tensor:
 def _cover(x: torch.Tensor, share: float) -> torch.Tensor:
     """int64 [H]: how many of the largest entries of x [H, n] reach `share`."""
     value, _ = x.sort(-1, descending=True)
-    return (value.cumsum(-1) <= share).sum(-1) + 1
+    needed: torch.Tensor = (value.cumsum(-1) <= share).sum(-1) + 1
+    return needed
 
 
 def _js_distance(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """[H]: square root of the Jensen-Shannon divergence (nats) of distributions [H, n]."""
     m = ((p + q) / 2).clamp(min=torch.finfo(p.dtype).tiny)
     terms = torch.special.xlogy(p, p / m) + torch.special.xlogy(q, q / m)
-    return (terms.sum(-1) / 2).clamp(min=0).sqrt()
+    distance: torch.Tensor = (terms.sum(-1) / 2).clamp(min=0).sqrt()
+    return distance

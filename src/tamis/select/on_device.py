@@ -30,6 +30,8 @@ def why_not(selector: Selector, q: torch.Tensor, scene: Scene) -> str | None:
     """Why the lists for q [Hq, T, D] are not made on its device; None: they can be."""
     if type(selector) not in CHOICES:
         return f"selector {type(selector).__name__} has no kernel"
+    if scene.document.device != q.device:
+        return f"the scene is on {scene.document.device} and the queries are on {q.device}"
     return selection.why_not(q, len(scene), scene.tiling.tile)
 
 
@@ -123,9 +125,8 @@ class DeviceScene:
                     _dense(k),
                     self.tiles,
                     self.rows(selector.rows),
-                    self.places.entry,
+                    self.places,
                     scale=scale,
-                    tile=self.places.tile,
                 )
             else:
                 choice = Choice.NONE  # nothing to sample: every tile is one that all rows see

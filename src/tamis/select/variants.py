@@ -31,6 +31,8 @@ class RowSampled:
               superset of `scene.always`
     """
 
+    needs_records = True  # of the class, by default; an instance says what holds for it
+
     def __init__(
         self,
         rule: Rule,

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tamis.kernels.selection import Places
+
 LOG2E = 1.4426950408889634
 # a power of two: its product with `scale` is exact, so a row that sees nothing of a tile gets exp2(0), never exp2(inf)
 MASKED = tl.constexpr(-(2.0**80))
@@ -117,10 +119,9 @@ def tile_scores(
     k: torch.Tensor,
     tiles: torch.Tensor,
     rows: torch.Tensor,
-    entries: torch.Tensor,
+    places: Places,
     *,
     scale: float,
-    tile: int,
     dtype: torch.dtype = torch.float16,
     cut: Cut | None = None,
 ) -> torch.Tensor:
@@ -128,15 +129,15 @@ def tile_scores(
 
     q [Hq, T, D] and k [Hkv, T, D], D contiguous, in bf16, fp16, fp32 or one float8 kind (`scale` then includes what
     undoes their scaling); tiles int32 [NS], increasing: the query tiles that are sampled; rows int32 [NS, S]: token
-    positions, each inside its tile; entries int32 [NK]: (token start << 8) | length of the key tiles, cut like the
-    query tiles. Element [h, t, i, j] is log2 of the sum over tile j's keys of exp(scale * score) of head h's row
-    rows[t, i], less the same of tile 0, in `dtype`; -60000 or less stands for "sees nothing of it". Elements with
-    j > tiles[t] are not to be read. Tiles 16, 32, 64 or 128 tokens; NS > 0.
+    positions, each inside its tile; places: the NK key tiles, cut like the query tiles. Element [h, t, i, j] is log2
+    of the sum over tile j's keys of exp(scale * score) of head h's row rows[t, i], less the same of tile 0, in `dtype`;
+    -60000 or less stands for "sees nothing of it". Elements with j > tiles[t] are not to be read. Tiles of 16, 32, 64
+    or 128 tokens; NS > 0.
     """
     heads, n_tokens, dim = q.shape
     group = heads // k.shape[0]
     n_sampled, samples = rows.shape
-    n_keys = entries.numel()
+    n_keys, tile = places.entry.numel(), places.tile
     cut = cut_for(q, k) if cut is None else cut
     padded = max(16, triton.next_power_of_2(dim))
     # rows start at multiples of 16 elements, so that they are read 16 bytes at a time
@@ -146,7 +147,7 @@ def tile_scores(
     chunks = triton.cdiv(n_keys, cut.chunk)
     keys = TensorDescriptor.from_tensor(k, [1, tile, padded]) if cut.tma else k
     kernel[(k.shape[0] * blocks * chunks,)](
-        q, keys, out, tiles, rows, entries, scale * LOG2E, n_tokens, room, n_sampled, blocks, chunks, group,
+        q, keys, out, tiles, rows, places.entry, scale * LOG2E, n_tokens, room, n_sampled, blocks, chunks, group,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         samples, dim, padded, cut.rows, tile, cut.chunk, cut.stages, cut.tma,
         "ieee" if q.dtype == torch.float32 else "tf32", num_warps=cut.warps, num_stages=cut.stages,

@@ -114,6 +114,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Hand the marks to the report: its keywords also hold the names of folders."""
+    outcome: Any = yield
+    outcome.get_result().tamis_marks = [(m.name, m.args) for m in item.iter_markers()]
+
+
 class Classes:
     """Counts tests by class (gpu, model, slow, else cpu) and outcome."""
 
@@ -123,7 +130,8 @@ class Classes:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """One test is counted once: by its call, or by the set-up that kept it from being called."""
         if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
-            kind = next((k for k in ("gpu", "model", "slow") if k in report.keywords), "cpu")
+            marks = {name for name, _ in getattr(report, "tamis_marks", ())}
+            kind = next((k for k in ("gpu", "model", "slow") if k in marks), "cpu")
             self.seen[kind, report.outcome] += 1
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

@@ -153,7 +153,7 @@ def test_a_second_search_is_fast_and_imports_nothing_heavy(tmp_path, folder):
     with Corpus(tmp_path / "kb.tamis") as corpus:
         corpus.add_files([folder], count=words)
         corpus.search("ferry", 1)
-    done = subprocess.run(
+    done = subprocess.run(  # noqa: PLW1510
         [sys.executable, "-c", WARM, str(tmp_path / "kb.tamis")], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.startswith("1 True []"), done.stdout + done.stderr

@@ -79,5 +79,5 @@ def test_a_record_must_be_consistent(
     for change in ({"n_tokens": 0}, {"n_tokens": 80}, {"n_heads": 4}, {"document_id": b"x"}, {"payload": b""}):
         with pytest.raises(InvalidInput):
             replace(record, **change)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match="3 heads; the index has 2 and 3|9 layers"):
+    with pytest.raises(InvalidInput, match=r"3 heads; the index has 2 and 3|9 layers"):
         Record.of(random_bits(9, 3, 1), document_id=bytes(16), spec=spec, n_tokens=5)

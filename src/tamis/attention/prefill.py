@@ -64,7 +64,7 @@ class SparsePrefill:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q [Hq, T, D], k and v [Hkv, T, D] of the whole prompt, rotated → out [Hq, T, D], log-sum-exp [Hq, T]."""
         begin = time.perf_counter()
-        lists = self._lists(layer, q, k, scale)
+        lists = self.lists(layer, q, k, scale)
         chosen = time.perf_counter()
         self.used_kernel = (
             dispatch.choose(q.device, q.dtype, head_dim=q.shape[2], tile=self.scene.tiling.tile)
@@ -78,7 +78,7 @@ class SparsePrefill:
         self.layers[layer] = trace
         return out, lse
 
-    def _lists(self, layer: int, q: torch.Tensor, k: torch.Tensor, scale: float) -> TileLists:
+    def lists(self, layer: int, q: torch.Tensor, k: torch.Tensor, scale: float) -> TileLists:
         """By a kernel where the tensors are on a GPU and the selector has one, else through PyTorch."""
         if not q.is_cuda or (why := on_device.why_not(self.selector, q, self.scene)) is not None:
             if q.is_cuda:

@@ -13,7 +13,7 @@ class EnergyMeter:
         self._begin = 0
         if wanted:
             try:
-                import pynvml
+                import pynvml  # part of the CUDA builds' own dependencies; absent on a CPU
 
                 pynvml.nvmlInit()
                 self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
@@ -30,4 +30,5 @@ class EnergyMeter:
         """Joules since `start`, or None without a counter."""
         if self._handle is None:
             return None
-        return (self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) - self._begin) / 1e3
+        used: float = (self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) - self._begin) / 1e3
+        return used

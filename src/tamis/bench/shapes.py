@@ -78,11 +78,9 @@ def fuse(model: Any) -> None:
     """Compile what lies between the matrix products: norms, rotation, SwiGLU. Undone by `torch.compiler.reset`."""
     import importlib
 
-    modeling = importlib.import_module(type(model).__module__)
-    if not getattr(modeling.apply_rotary_pos_emb, "_tamis_compiled", False):
-        rotate = torch.compile(modeling.apply_rotary_pos_emb, dynamic=False)
-        rotate._tamis_compiled = True
-        modeling.apply_rotary_pos_emb = rotate
+    modeling: Any = importlib.import_module(type(model).__module__)
+    if not hasattr(modeling.apply_rotary_pos_emb, "_torchdynamo_orig_callable"):
+        modeling.apply_rotary_pos_emb = torch.compile(modeling.apply_rotary_pos_emb, dynamic=False)
     for layer in model.model.layers:
         for name in ("mlp", "input_layernorm", "post_attention_layernorm"):
             module = getattr(layer, name)
@@ -95,6 +93,8 @@ class Fp8Linear(torch.nn.Module):
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
         weight, scale = _to_fp8(linear.weight.data)
+        self.weight: torch.Tensor
+        self.scale: torch.Tensor
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale.t().contiguous())
         self.bias = linear.bias

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from tamis.attention.hook import Job, Switch, install
+from tamis.attention.prefill import SparsePrefill
 from tamis.bench.densities import Recorded, lists_of_density
 from tamis.bench.energy import EnergyMeter
 from tamis.bench.results import Row
 from tamis.core.errors import Unavailable
 from tamis.index.encode import Bits
 from tamis.kernels import dispatch
-from tamis.kernels.lists import TileLists
+from tamis.kernels.lists import TileLists, counted
 from tamis.prompt.segments import Kind, Prompt
 from tamis.select.scene import Scene, Selector
 
@@ -55,7 +56,7 @@ class Clock:
     def _mark(self) -> Any:
         if not self.cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -79,8 +80,7 @@ class Dense:
 class Replay:
     """Selects for real, then attends over the layer's prepared lists."""
 
-    scene: Scene
-    selector: Selector
+    chosen: SparsePrefill
     lists: list[TileLists]
     clock: Clock
 
@@ -88,10 +88,8 @@ class Replay:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, None]:
         """See `Job.attend`."""
-        from tamis.attention.prefill import choose_lists
-
         with self.clock.part("selection"):
-            choose_lists(self.selector, layer, q, k, scale, self.scene)
+            self.chosen.lists(layer, q, k, scale)
         with self.clock.part("attention"):
             return dispatch.block_sparse_attention(q, k, v, self.lists[layer], scale)[0], None
 
@@ -212,9 +210,10 @@ class TtftBench:
         scene = random_scene(prompt, layers, heads, self.device)
         draw = torch.Generator(device=self.device).manual_seed(2)
         lists = [lists_of_density(scene, recorded.of(i, layers, heads), draw) for i in range(layers)]
-        density = sum(int(x.area) for x in lists) / sum(int(x.causal_area) for x in lists)
+        density = sum(counted(x.area) for x in lists) / sum(x.causal_area for x in lists)
+        chosen = SparsePrefill(scene, selector)
         note = f"densities of {recorded.model} at {recorded.tokens} tokens, KL {recorded.kl:.3f}"
-        made = self._time(name, prompt, lambda clock: Replay(scene, selector, lists, clock), density, repeats)
+        made = self._time(name, prompt, lambda clock: Replay(chosen, lists, clock), density, repeats)
         return Timed(made.provider, made.tokens, made.ttft_s, made.parts, made.density, made.joules, note)
 
     def _time(self, name: str, prompt: Prompt, job: Callable[[Clock], Job], density: float, repeats: int) -> Timed:

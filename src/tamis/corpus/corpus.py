@@ -150,7 +150,7 @@ class Corpus:
         removed = self.prune(paths)
         there = [p for p in paths if absolute(p).exists() or fixed_part(p) != absolute(p)]
         if not there:
-            raise NothingFound(f"none of {_shown(paths)} exists any more. Give files, folders or globs.")
+            raise NothingFound(f"none of {_shown(paths)} exists. Give files, folders or globs.")
         report = self.add_files(
             there, count=count, target_tokens=target_tokens, count_name=count_name, on_progress=on_progress
         )

@@ -92,7 +92,7 @@ def _score(llm: LLM, scores: Scores, question: Question, made: Prefilled, answer
     scores.density.append(made.report.density)
     if not answer_tokens:
         return
-    text = TextStream(llm.tokenizer, ("\n",))
+    text = TextStream(llm.tokenizer, ("\n\n",))
     for token in llm.runner.decode(made, Sampling(max_new_tokens=answer_tokens), llm.stop_tokens):
         text.push(token)
         if text.stopped:

@@ -60,7 +60,7 @@ def sampled_mass(
         for kv in range(k.shape[0]):
             own = slice(kv * group, (kv + 1) * group)
             s = paged.scores(picked[own], kv, strip.flatten(), scale)  # [G, rows of the strip, tiles seen, tile]
-            p = s.flatten(2).softmax(-1).unflatten(-1, (s.shape[2], -1)).sum(-1)
+            p = s.flatten(2).softmax(-1).view(s.shape).sum(-1)
             mass[own, at : at + len(strip), : p.shape[2]] = p.view(group, len(strip), rows, -1).mean(2)
     return mass
 

@@ -10,12 +10,15 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tamis.core.errors import InvalidInput, NothingFound
 from tamis.kernels.lists import TileLists, lists_from_mask, tile_areas
 from tamis.select.scene import Scene
+
+LENGTH_STEP = 1024  # prompts whose lengths round to the same multiple count as one length
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,32 @@ def load(path: Path | str) -> list[Recorded]:
         raise NothingFound(f"no recorded densities at {path}; make them with `tamis bench record-densities`.") from e
     except (ValueError, TypeError, KeyError) as e:
         raise InvalidInput(f"{path} does not hold recorded densities: {e}.") from e
+
+
+def from_log(path: Path | str, model: str, data: str) -> list[Recorded]:
+    """Recordings out of a log of `tamis eval research`, one for each variant and prompt length in it."""
+    settings: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for line in Path(path).read_text().splitlines():
+        result = json.loads(line)
+        if "heads" in result:
+            length = round(result["tokens"] / LENGTH_STEP) * LENGTH_STEP
+            settings.setdefault((result["variant"], length), []).append(result)
+    return [
+        Recorded(
+            model=model,
+            data=data,
+            selector=variant,
+            tokens=tokens,
+            prompts=len(results),
+            kl=sum(r["kl"] for r in results) / len(results),
+            agreement=sum(r["agreement"] for r in results) / len(results),
+            density=tuple(
+                tuple(sum(r["heads"][i][h] for r in results) / len(results) for h in range(len(layer)))
+                for i, layer in enumerate(results[0]["heads"])
+            ),
+        )
+        for (variant, tokens), results in sorted(settings.items())
+    ]
 
 
 def nearest(recorded: list[Recorded], selector: str, tokens: int) -> Recorded:

@@ -17,14 +17,17 @@ import torch
 
 from tamis.attention.hook import Job, Switch, install
 from tamis.attention.prefill import SparsePrefill
-from tamis.bench.densities import Recorded, lists_of_density
+from tamis.bench.densities import Recorded, lists_of_density, load, nearest
 from tamis.bench.energy import EnergyMeter
 from tamis.bench.results import Row
+from tamis.bench.shapes import fuse, random_model, to_fp8
 from tamis.core.errors import Unavailable
 from tamis.index.encode import Bits
 from tamis.kernels import dispatch
 from tamis.kernels.lists import TileLists, counted
 from tamis.prompt.segments import Kind, Prompt
+from tamis.select import SELECTORS
+from tamis.select.sampled import Sampled
 from tamis.select.scene import Scene, Selector
 
 PREFIX_TOKENS, QUESTION_TOKENS, DOCUMENT_TOKENS = 64, 128, 1024
@@ -124,6 +127,16 @@ def dense_functions(device: torch.device) -> dict[str, Callable[..., torch.Tenso
     return found | {"dense-tamis": own}
 
 
+def selector_of(variant: str) -> Selector:
+    """The selector that a recorded variant names, in the form that has kernels: sampled (rows, mass) or stored."""
+    name, _, rest = variant.partition(":")
+    options = dict(part.split("=") for part in rest.split(",") if part)
+    if name == "sampled":
+        return Sampled(rows=int(options.get("rows", 8)), mass=float(options.get("mass", 0.9)))
+    selector: Selector = SELECTORS.get(name)()
+    return selector
+
+
 def bench_prompt(tokens: int, vocabulary: int) -> Prompt:
     """Random tokens: a prefix, documents of 1,024 tokens, a question; exactly `tokens` in all."""
     draw = torch.Generator().manual_seed(0)
@@ -184,6 +197,20 @@ class Timed:
             rows.append(Row.of(case, self.provider, "ed2p_ratio", [ratio * base / own], unit="1"))
         return rows
 
+    def summary(self, case: str, best_dense: Timed) -> dict[str, Any]:
+        """Plain values, fit for JSON."""
+        own = median(self.ttft_s)
+        return {
+            "case": case,
+            "provider": self.provider,
+            "ttft_s": own,
+            "speedup": median(best_dense.ttft_s) / own,
+            "density": self.density,
+            "parts": self.parts,
+            "joules": self.joules,
+            "note": self.note,
+        }
+
 
 class TtftBench:
     """A model of random weights on which providers are timed one after another."""
@@ -237,28 +264,49 @@ class TtftBench:
         return Timed(name, ids.shape[1], tuple(times), parts, density, joules / repeats if joules else None)
 
 
-def linear_seconds(model: Any, tokens: int) -> float:
-    """Seconds of one layer's matrix products on `tokens` rows, each timed alone, times the layers."""
-    total = 0.0
-    for module in model.model.layers[0].modules():
-        weight = getattr(module, "weight", None)
-        if weight is None or weight.dim() != 2:
-            continue
-        x = torch.randn(tokens, weight.shape[1], device=weight.device, dtype=torch.bfloat16)
-        with torch.inference_mode():
-            total += _seconds(lambda module=module, x=x: module(x))  # type: ignore[misc]
-    return total * len(model.model.layers)
+def bench_ttft(
+    shape: str,
+    lengths: Sequence[int],
+    *,
+    dense: Sequence[str],
+    selectors: Sequence[str],
+    densities: str,
+    layers: int | None = None,
+    repeats: int = 3,
+    fp8: bool = False,
+    device: str | None = None,
+    note: Callable[[str], None] = lambda _: None,
+    keep: Callable[[list[Row]], Any] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Time every provider at every length; one dictionary each, and rows to `keep` after each length.
 
-
-def _seconds(run: Callable[[], Any], repeats: int = 5) -> float:
-    run()
-    clock = Clock(torch.cuda.is_available())
-    for _ in range(repeats):
-        with clock.part("run"):
-            run()
-    return clock.seconds()["run"] / repeats
-
-
-def best(dense: Sequence[Timed]) -> Timed:
-    """The fastest dense provider."""
-    return min(dense, key=lambda t: median(t.ttft_s))
+    Raises UnknownName for a dense provider that does not run here and NothingFound for a variant without a recording.
+    """
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    recordings = [(name, load(densities)) for name in selectors if name]
+    model = random_model(shape, device=str(where), dtype=dtype, layers=layers)
+    if fp8:
+        to_fp8(model)
+    if where.type == "cuda":
+        fuse(model)
+    names = list(dense_functions(where)) if list(dense) == ["all"] else list(dense)
+    bench = TtftBench(model)
+    made: list[dict[str, Any]] = []
+    try:
+        for n in lengths:
+            prompt = bench_prompt(n, model.config.vocab_size)
+            timed = [bench.dense(name, prompt, repeats) for name in names]
+            for name, recorded in recordings:
+                fits = nearest(recorded, name, n)
+                timed.append(bench.sparse(name, selector_of(name), fits, prompt, repeats))
+            base = min((t for t in timed if t.provider in names), key=lambda t: median(t.ttft_s))
+            kind = f"{shape}-{layers}-layers" if layers else shape
+            case = f"{kind}/{'fp8' if fp8 else str(dtype).removeprefix('torch.').replace('bfloat16', 'bf16')}/{n}"
+            for t in timed:
+                keep(t.rows(case, base))
+                made.append(t.summary(case, base))
+                note(f"{case} {t.provider}: {median(t.ttft_s):.3f} s, {median(base.ttft_s) / median(t.ttft_s):.2f}x")
+    finally:
+        bench.close()
+    return made

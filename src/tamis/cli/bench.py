@@ -58,6 +58,63 @@ def prefill(
         print(f"{name:18} {value:.4g}" if isinstance(value, float) else f"{name:18} {value}")
 
 
+@app.command("record-densities")
+def record_densities(
+    log: Annotated[str, typer.Option("--log", help="JSON-lines log of `tamis eval research`.")],
+    out: Annotated[str, typer.Option("--out", help="File to write, such as results/densities/NAME.json.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="Name of the model that was run.")],
+    data: Annotated[str, typer.Option("--data", help="Name of the question set.")],
+    json: Json = False,
+) -> None:
+    """Keep the densities per layer and head of a real model's runs, for `tamis bench ttft` to replay."""
+    from tamis.bench.densities import from_log, save
+
+    found = from_log(log, model, data)
+    save(found, out)
+    if json:
+        print(jsonlib.dumps({"out": out, "settings": [[r.selector, r.tokens, r.prompts, r.kl] for r in found]}))
+        return
+    for r in found:
+        print(f"{r.selector:40} {r.tokens:7} tokens  {r.prompts:3} prompts  KL {r.kl:.4f}")
+
+
+@app.command()
+def ttft(
+    shape: Annotated[str, typer.Option(help="llama-3.1-8b, qwen3-8b, qwen2.5-14b or tiny.")] = "llama-3.1-8b",
+    tokens: Annotated[str, typer.Option(help="Prompt lengths, comma-separated.")] = "32768,65536,131072",
+    dense: Annotated[str, typer.Option(help="Dense providers, or 'all' that run here.")] = "all",
+    selectors: Annotated[
+        str, typer.Option(help="Recorded variants to replay, ';'-separated.")
+    ] = "sampled:rows=4,mass=0.9,local=sampled;sampled:mass=0.9,local=sampled",
+    densities: Annotated[
+        str, typer.Option(help="What `tamis bench record-densities` wrote.")
+    ] = "results/densities/qwen2.5-coder-1.5b.json",
+    layers: Annotated[int | None, typer.Option(min=1, help="Build only so many layers.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs after a warm-up.")] = 3,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Linear layers in float8, for dense and sparse alike.")] = False,
+    results: Results = None,
+    device: Device = None,
+    json: Json = False,
+) -> None:
+    """Whole-model time to first token with random weights, dense against sparse, in one run."""
+    from tamis.bench.ttft import bench_ttft
+
+    def note(what: str) -> None:
+        typer.echo(what, err=True)
+
+    lengths = [int(n) for n in tokens.split(",")]
+    made = bench_ttft(
+        shape, lengths, dense=dense.split(","), selectors=selectors.split(";"), densities=densities, layers=layers,
+        repeats=repeats, fp8=fp8, device=device, note=note, keep=lambda rows: record(rows, "ttft", results),
+    )  # fmt: skip
+    if json:
+        print(jsonlib.dumps(made))
+        return
+    for row in made:
+        parts = "  ".join(f"{k} {v:.3f}" for k, v in row["parts"].items())
+        print(f"{row['case']:32} {row['provider']:44} {row['ttft_s']:8.3f} s  {row['speedup']:5.2f}x  {parts}")
+
+
 def record(rows: Sequence[Row], bench: str, folder: str | None) -> str | None:
     """Append rows to the results folder, if there is one or one is named. Returns the file."""
     from tamis.bench.machine import describe_machine

@@ -24,7 +24,7 @@ from tamis.eval.metrics import Interval, bootstrap
 from tamis.eval.questions import Passage, Question
 from tamis.eval.variants import Variant
 from tamis.kernels import dispatch
-from tamis.kernels.lists import lists_from_mask
+from tamis.kernels.lists import lists_from_mask, tile_areas
 from tamis.select.calibrate import Curves, calibrate
 from tamis.select.rowmass import exact_mass
 from tamis.select.rules import PerHead, Share
@@ -69,6 +69,7 @@ class VariantPass:
     truth: Sequence[torch.Tensor]
     masks: list[torch.Tensor] = field(default_factory=list)
     areas: list[float] = field(default_factory=list)
+    heads: list[torch.Tensor] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
 
     def attend(
@@ -91,6 +92,8 @@ class VariantPass:
         self.kept.append(((self.truth[layer] * mask).sum(-1) @ rows).mean() / rows.sum())
         self.masks.append(mask.clone())
         self.areas.append(lists.density)
+        areas = tile_areas(scene.tiling, scene.tiling).to(q.device)
+        self.heads.append((mask * areas).sum((1, 2)) / areas.sum())
         return out, lse
 
 
@@ -119,7 +122,8 @@ def research(
 ) -> list[dict[str, Any]]:
     """One result per question and variant, in the log's order, earlier runs' among them.
 
-    A result has case, question, variant, tokens, documents, seconds, layers (density of each) and `METRICS`: density,
+    A result has case, question, variant, tokens, documents, seconds, layers (density of each), heads (of each head of
+    each layer) and `METRICS`: density,
     recall, agreement (1 or 0, of the first answer token) and the demand shares of 0..1; kl (first answer token) and
     kl_rows (mean over the question's last rows) in nats. Raises ContextOverflow if a prompt does not fit the model.
     """
@@ -191,6 +195,7 @@ class Bench:
             "demand": sum(full for full, _ in pages) / len(pages),
             "demand_keys": sum(keys for _, keys in pages) / len(pages),
             "layers": [round(a, 5) for a in job.areas],
+            "heads": [[round(d, 5) for d in layer.tolist()] for layer in job.heads],
         }
 
 

@@ -17,6 +17,7 @@ from tamis.select.every import AllTiles, NoCrossTiles
 from tamis.select.sampled import Sampled
 from tamis.select.scene import Scene, Selector
 from tamis.select.stored import Stored
+from tamis.select.variants import GlobalThreshold
 
 HALF = torch.float16
 CASES = {
@@ -35,6 +36,7 @@ def selectors(name: str, case: Case) -> dict[str, Selector]:
     most: dict[str, Selector] = {
         "sampled": Sampled(case.rows, 0.8),
         "sampled, all of it": Sampled(case.rows, 1.0),
+        "threshold": GlobalThreshold(0.08, 0.3, case.rows),
         "stored": Stored(),
     }
     return most | ({"all": AllTiles(), "none": NoCrossTiles()} if name == next(iter(CASES)) else {})

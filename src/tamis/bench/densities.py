@@ -18,8 +18,6 @@ from tamis.core.errors import InvalidInput, NothingFound
 from tamis.kernels.lists import TileLists, lists_from_mask, tile_areas
 from tamis.select.scene import Scene
 
-LENGTH_STEP = 1024  # prompts whose lengths round to the same multiple count as one length
-
 
 @dataclass(frozen=True)
 class Recorded:
@@ -74,7 +72,8 @@ def from_log(path: Path | str, model: str, data: str) -> list[Recorded]:
     for line in Path(path).read_text().splitlines():
         result = json.loads(line)
         if "heads" in result:
-            length = round(result["tokens"] / LENGTH_STEP) * LENGTH_STEP
+            asked = result["case"].rpartition("/")[2]  # the length asked for; "own" for prompts as they came
+            length = int(asked) if asked.isdigit() else result["tokens"]
             settings.setdefault((result["variant"], length), []).append(result)
     return [
         Recorded(

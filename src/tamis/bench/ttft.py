@@ -29,6 +29,7 @@ from tamis.prompt.segments import Kind, Prompt
 from tamis.select import SELECTORS
 from tamis.select.sampled import Sampled
 from tamis.select.scene import Scene, Selector
+from tamis.select.variants import GlobalThreshold
 
 PREFIX_TOKENS, QUESTION_TOKENS, DOCUMENT_TOKENS = 64, 128, 1024
 LA_SHARE, CA_SHARE = 0.9, 0.5  # of the random stored bits that are set; only their number matters to the time
@@ -133,6 +134,8 @@ def selector_of(variant: str) -> Selector:
     options = dict(part.split("=") for part in rest.split(",") if part)
     if name == "sampled":
         return Sampled(rows=int(options.get("rows", 8)), mass=float(options.get("mass", 0.9)))
+    if name == "threshold":
+        return GlobalThreshold(float(options.get("theta", 0.01)), 0.5, int(options.get("rows", 8)))
     selector: Selector = SELECTORS.get(name)()
     return selector
 

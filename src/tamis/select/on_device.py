@@ -17,12 +17,16 @@ from tamis.select.every import AllTiles, NoCrossTiles
 from tamis.select.sampled import Sampled, sample_rows
 from tamis.select.scene import DocumentBits, Scene, Selector
 from tamis.select.stored import Stored
+from tamis.select.variants import GlobalThreshold
+
+NEVER = 2.0  # a tile's share of the attention never reaches it
 
 CHOICES: dict[type, Choice] = {
     AllTiles: Choice.ALL,
     NoCrossTiles: Choice.NONE,
     Stored: Choice.STORED,
     Sampled: Choice.SAMPLED,
+    GlobalThreshold: Choice.SAMPLED,
 }
 
 
@@ -30,6 +34,8 @@ def why_not(selector: Selector, q: torch.Tensor, scene: Scene) -> str | None:
     """Why the lists for q [Hq, T, D] are not made on its device; None: they can be."""
     if type(selector) not in CHOICES:
         return f"selector {type(selector).__name__} has no kernel"
+    if isinstance(selector, GlobalThreshold) and selector.local != "stored":
+        return f"local={selector.local!r} has no kernel"
     if scene.document.device != q.device:
         return f"the scene is on {scene.document.device} and the queries are on {q.device}"
     return selection.why_not(q, len(scene), scene.tiling.tile)
@@ -116,9 +122,12 @@ class DeviceScene:
         from tamis.kernels.triton.tile_lists import tile_lists
         from tamis.kernels.triton.tile_scores import tile_scores
 
-        choice, sums, share = CHOICES[type(selector)], None, 1.0
-        if isinstance(selector, Sampled):
-            share = selector.mass
+        choice, sums, share, theta = CHOICES[type(selector)], None, 1.0, NEVER
+        if isinstance(selector, Sampled | GlobalThreshold):
+            if isinstance(selector, Sampled):
+                share = selector.mass
+            else:
+                share, theta = selector.floor, selector.theta
             if self.tiles.numel():
                 sums = tile_scores(
                     _dense(q),
@@ -132,7 +141,9 @@ class DeviceScene:
                 choice = Choice.NONE  # nothing to sample: every tile is one that all rows see
         stored = choice in (Choice.STORED, Choice.SAMPLED) and self.bits is not None
         bits = self.bits.layer(layer) if stored and self.bits is not None else None
-        entries, count, masked, area = tile_lists(self.places, q.shape[0], choice, bits=bits, sums=sums, share=share)
+        entries, count, masked, area = tile_lists(
+            self.places, q.shape[0], choice, bits=bits, sums=sums, share=share, theta=theta
+        )
         n = self.scene.tiling.n_tokens
         return TileLists(
             q_start=self.q_start,

@@ -107,6 +107,7 @@ class GlobalThreshold(RowSampled):
 
     def __init__(self, theta: float = 0.01, floor: float = 0.5, rows: int = 8, local: str = "stored") -> None:
         super().__init__(Threshold(theta, floor), rows=rows, local=local)
+        self.theta, self.floor = theta, floor
 
 
 class Calibrated(RowSampled):

@@ -54,7 +54,7 @@ def _heaviest(free, missing):
 
 @triton.jit
 def kernel(
-    sums, la, ca, la_row, entry, document, slot, entries, count, masked, area, share, N, NS, stride, la_head,
+    sums, la, ca, la_row, entry, document, slot, entries, count, masked, area, share, theta, N, NS, stride, la_head,
     MODE: tl.constexpr, BITS: tl.constexpr, NP: tl.constexpr, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr
 ):
     pid = tl.program_id(0)
@@ -86,7 +86,8 @@ def kernel(
             mass = _mass(base, o, causal & (own >= 0), stride, S, U, NP)
             # a share of 1 is asked for as 2: everything that holds any mass, whatever the sums' rounding
             missing = share * tl.sum(mass, 0) - tl.sum(tl.where(chosen, mass, 0.0), 0)
-            chosen = chosen | _heaviest(tl.where(cross, mass, 0.0), missing)
+            worth = cross & (mass >= theta * length.to(tl.float32) / T)
+            chosen = chosen | worth | _heaviest(tl.where(cross, mass, 0.0), missing)
     # tiles that need the element mask first, and inside each kind from late to early keys; both counted in one scan
     near = chosen & ((o == i) | (length < T))
     kinds = tl.where(near, 65536, tl.where(chosen, 1, 0))
@@ -110,13 +111,16 @@ def tile_lists(
     bits: Bits | None = None,
     sums: torch.Tensor | None = None,
     share: float = 1.0,
+    theta: float = 2.0,
     warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """entries [Hq, N, N], count, masked and area [Hq, N] as `TileLists` holds them, int32, for `heads` query heads.
 
     sums [Hq, NS, S, N] is what `tile_scores` gives for the tiles that lie in documents, and `share` the part of their
-    mass to keep (`Choice.SAMPLED` alone; values from 1 on keep every tile that holds any). Without `bits` every tile
-    of a document's own attention is local and every page is offered. At most `selection.MAX_TILES` tiles.
+    mass to keep (`Choice.SAMPLED` alone; values from 1 on keep every tile that holds any). Whatever the share, tiles
+    whose mass is at least `theta` are kept too (for a short tile in proportion less; above 1 means none). Without
+    `bits` every tile of a document's own attention is local and every page is offered. At most `selection.MAX_TILES`
+    tiles.
     """
     n = places.entry.numel()
     made = [torch.empty((heads, n), dtype=torch.int32, device=places.entry.device) for _ in range(3)]
@@ -127,7 +131,7 @@ def tile_lists(
     nothing = places.entry
     kernel[(heads * n,)](
         nothing if sums is None else sums, *((nothing,) * 3 if bits is None else (bits.la, bits.ca, bits.row)),
-        places.entry, places.owner, places.slot, entries, *made, 2.0 if share >= 1 else share,
+        places.entry, places.owner, places.slot, entries, *made, 2.0 if share >= 1 else share, theta,
         n, *((0, 0) if sums is None else (sums.shape[1], sums.stride(2))), 0 if bits is None else bits.la.stride(0),
         int(choice), bits is not None, padded, places.tile, samples, min(samples, 4), num_warps=warps,
     )

@@ -28,9 +28,12 @@ class Policy:
     prefill      "dense", or "sift": every token recomputed, but only the attention tiles that matter
     decode       "dense"
     kv           how keys and values are kept: "auto" (the model's dtype) or "bf16"
-    selector     for "sift": "sampled" (stored local bits, sampled rows for the rest), "stored" (the paper), and for
-                 evaluation "oracle", "all" (every tile), "none" (no document sees another)
-    rows, mass   "sampled": rows scored per tile of 128, and the share of their attention to keep; "oracle" uses mass
+    selector     for "sift": "sampled" (stored local bits, sampled rows for the rest), "threshold" (one bar for all
+                 heads instead of a share of each row), "stored" (the paper); for evaluation "oracle", "all" (every
+                 tile), "none" (no document sees another) and the peers "xattention", "flexprefill", "vertical_slash"
+    rows, mass   rows scored per tile of 128 ("sampled", "threshold"), and the share of their attention to keep
+                 ("sampled", "oracle")
+    theta        "threshold": the share of a row's attention from which a tile is kept
     alpha, beta, gamma, ca_rule   thresholds of the stored bits, see `index.spec.Thresholds`
     min_tokens   shorter prompts are prefilled dense, and the report says so; None: measured per device type
     kernel       a name in `kernels.dispatch`, or "auto"
@@ -43,6 +46,7 @@ class Policy:
     selector: str = "sampled"
     rows: int = 8
     mass: float = 0.9
+    theta: float = 0.01
     alpha: float = 0.001
     beta: float = 0.01
     gamma: float = 0.1
@@ -85,7 +89,11 @@ class Policy:
 
     def make_selector(self) -> Selector:
         """The selector with its settings."""
-        options: dict[str, Any] = {"sampled": {"rows": self.rows, "mass": self.mass}, "oracle": {"mass": self.mass}}
+        options: dict[str, Any] = {
+            "sampled": {"rows": self.rows, "mass": self.mass},
+            "threshold": {"rows": self.rows, "theta": self.theta},
+            "oracle": {"mass": self.mass},
+        }
         selector: Selector = SELECTORS.get(self.selector)(**options.get(self.selector, {}))
         return selector
 

@@ -20,9 +20,7 @@ def ask(
     docs: Annotated[list[str], typer.Option("--docs", "-d", help="Files, folders or globs; may be repeated.")],
     model: Model = "smollm2",
     prefill: Annotated[str, typer.Option(help="dense or sift.")] = "sift",
-    selector: Annotated[
-        str, typer.Option(help="How sift chooses tiles: sampled, stored, oracle, all, none.")
-    ] = "sampled",
+    selector: Annotated[str, typer.Option(help="How sift chooses tiles: sampled, threshold, stored, …")] = "sampled",
     mass: Annotated[float, typer.Option(help="Share of the attention that sampled and oracle keep.")] = 0.9,
     min_tokens: Annotated[int | None, typer.Option(help="Prompt length from which sift is used.")] = None,
     passages: Annotated[int, typer.Option("--passages", "-k", min=1, help="Passages in the prompt, at most.")] = 16,
@@ -53,7 +51,7 @@ def ask(
             added = base.add_files(docs, on_index=step)
         begin = time.perf_counter()
         hits = base.search(question, passages, within=added.files.sources)
-        documents = llm.fit(question, hits)
+        documents = llm.fit(question, hits, room=max_tokens)
         retrieval_s = time.perf_counter() - begin
         notes = _notes(added.files, added.indexed, len(hits) - len(documents))
         notes.insert(0, f"{begin - STARTED:.1f} s from the start of the command to the question")

@@ -267,45 +267,57 @@ class TtftBench:
         return Timed(name, ids.shape[1], tuple(times), parts, density, joules / repeats if joules else None)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What `bench_ttft` times.
+
+    shape      a name in `shapes.SHAPES`; `layers` of it, None for all
+    lengths    prompt lengths in tokens
+    dense      names in `dense_functions`, or "all" alone
+    selectors  recorded variants, replayed from the file `densities`
+    fp8        linear layers in float8, for dense and sparse alike
+    """
+
+    shape: str
+    lengths: Sequence[int]
+    dense: Sequence[str]
+    selectors: Sequence[str]
+    densities: str
+    layers: int | None = None
+    repeats: int = 3
+    fp8: bool = False
+    device: str | None = None
+
+
 def bench_ttft(
-    shape: str,
-    lengths: Sequence[int],
-    *,
-    dense: Sequence[str],
-    selectors: Sequence[str],
-    densities: str,
-    layers: int | None = None,
-    repeats: int = 3,
-    fp8: bool = False,
-    device: str | None = None,
-    note: Callable[[str], None] = lambda _: None,
-    keep: Callable[[list[Row]], Any] = lambda _: None,
+    plan: Plan, note: Callable[[str], None] = lambda _: None, keep: Callable[[list[Row]], Any] = lambda _: None
 ) -> list[dict[str, Any]]:
     """Time every provider at every length; one dictionary each, and rows to `keep` after each length.
 
     Raises UnknownName for a dense provider that does not run here and NothingFound for a variant without a recording.
     """
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = torch.device(plan.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-    recordings = [(name, load(densities)) for name in selectors if name]
-    model = random_model(shape, device=str(where), dtype=dtype, layers=layers)
-    if fp8:
+    recordings = [(name, load(plan.densities)) for name in plan.selectors if name]
+    model = random_model(plan.shape, device=str(where), dtype=dtype, layers=plan.layers)
+    if plan.fp8:
         to_fp8(model)
     if where.type == "cuda":
         fuse(model)
-    names = list(dense_functions(where)) if list(dense) == ["all"] else list(dense)
+    names = list(dense_functions(where)) if list(plan.dense) == ["all"] else list(plan.dense)
+    precision = "fp8" if plan.fp8 else str(dtype).removeprefix("torch.").replace("bfloat16", "bf16")
+    kind = f"{plan.shape}-{plan.layers}-layers/{precision}" if plan.layers else f"{plan.shape}/{precision}"
     bench = TtftBench(model)
     made: list[dict[str, Any]] = []
     try:
-        for n in lengths:
+        for n in plan.lengths:
             prompt = bench_prompt(n, model.config.vocab_size)
-            timed = [bench.dense(name, prompt, repeats) for name in names]
+            timed = [bench.dense(name, prompt, plan.repeats) for name in names]
             for name, recorded in recordings:
                 fits = nearest(recorded, name, n)
-                timed.append(bench.sparse(name, selector_of(name), fits, prompt, repeats))
+                timed.append(bench.sparse(name, selector_of(name), fits, prompt, plan.repeats))
             base = min((t for t in timed if t.provider in names), key=lambda t: median(t.ttft_s))
-            kind = f"{shape}-{layers}-layers" if layers else shape
-            case = f"{kind}/{'fp8' if fp8 else str(dtype).removeprefix('torch.').replace('bfloat16', 'bf16')}/{n}"
+            case = f"{kind}/{n}"
             for t in timed:
                 keep(t.rows(case, base))
                 made.append(t.summary(case, base))

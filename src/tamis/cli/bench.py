@@ -97,16 +97,17 @@ def ttft(
     json: Json = False,
 ) -> None:
     """Whole-model time to first token with random weights, dense against sparse, in one run."""
-    from tamis.bench.ttft import bench_ttft
+    from tamis.bench.ttft import Plan, bench_ttft
 
     def note(what: str) -> None:
         typer.echo(what, err=True)
 
     lengths = [int(n) for n in tokens.split(",")]
-    made = bench_ttft(
-        shape, lengths, dense=dense.split(","), selectors=selectors.split(";"), densities=densities, layers=layers,
-        repeats=repeats, fp8=fp8, device=device, note=note, keep=lambda rows: record(rows, "ttft", results),
+    plan = Plan(
+        shape, lengths, dense.split(","), selectors.split(";"), densities, layers=layers, repeats=repeats, fp8=fp8,
+        device=device,
     )  # fmt: skip
+    made = bench_ttft(plan, note, lambda rows: record(rows, "ttft", results))
     if json:
         print(jsonlib.dumps(made))
         return

@@ -19,7 +19,7 @@ QUESTION := How is the lens of the lamp at the station cleaned?
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
-	$(BIN)/tamis ask "$(QUESTION)" --docs examples/documents -k 20 --compare
+	$(BIN)/tamis ask "$(QUESTION)" --docs examples/documents -k 26 --compare
 
 test: lint
 	$(BIN)/python -m pytest -q

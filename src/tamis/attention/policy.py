@@ -18,7 +18,7 @@ DECODES = ("dense",)
 FORMATS = ("auto", "bf16")
 
 # Prompt length from which a sparse prefill was measured to win, by device type (docs/log.md, "crossover").
-MIN_TOKENS = {"cpu": 3072, "cuda": 8192}
+MIN_TOKENS = {"cpu": 4096, "cuda": 8192}
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,9 @@ class LLM:
         policy = Policy.of(self.policy, **{"prefill": "sift"} | choices)
         if policy.make_selector().needs_records:
             self._indexer(policy).index([t for t in tokens if t])
-        warm = self.template.prompt(question, [])
-        self.prefill(warm, prefill="dense")
+        warm = self.template.prompt(question, [t for t in tokens if t][:2])
+        for prefill in ("dense", "sift"):
+            self.prefill(warm, **choices | {"prefill": prefill, "min_tokens": 0})
         dense = self.generate(question, documents, sampling=sampling, **choices | {"prefill": "dense"})
         choices = {"prefill": "sift"} | choices
         sift = self.generate(question, documents, sampling=sampling, **choices)

@@ -104,6 +104,19 @@ class TestIndex:
         found = tamis("index", docs, "--rebuild", "--verify", *other, "--json").json
         assert found["indexed"] == found["verified"] > 0 and found["problems"] == []
 
+    def test_rebuild_alone_observes_what_is_kept(
+        self, tamis: Run, docs: Path, common: list[str], other_model_folder: str
+    ) -> None:
+        tamis("index", docs, *common)
+        other = ["--model", other_model_folder, *common[2:]]
+        found = tamis("index", "--rebuild", "--verify", *other, "--json").json
+        assert found["indexed"] == found["verified"] > 0 and found["problems"] == []
+
+    def test_removing_what_is_not_there(self, tamis: Run, failed: Run, docs: Path, common: list[str]) -> None:
+        tamis("index", docs, *common)
+        says = failed("index", "--remove", docs / "no such file.md", *common, code="invalid_input")
+        assert "no such file.md" in says and "--list" in says
+
     def test_a_damaged_store(self, tamis: Run, failed: Run, docs: Path, common: list[str]) -> None:
         tamis("index", docs, *common)
         data = Path(common[3]) / "data.mdb"

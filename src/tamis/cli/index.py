@@ -44,7 +44,7 @@ def index(
         load(model, device, dtype) as llm,
         llm.corpus(store or default_store(llm.spec(llm.policy)), rebuild=rebuild) as base,
     ):
-        _show(_run(base, docs or [], remove or [], listing, verify, stats, target_tokens), json)
+        _show(_run(base, docs or [], remove or [], listing, verify, stats, target_tokens, rebuild), json)
 
 
 def _run(
@@ -55,12 +55,17 @@ def _run(
     verify: bool,
     stats: bool,
     target_tokens: int,
+    rebuild: bool,
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
     result: dict[str, Any] = {"store": str(base.corpus.path)}
     if remove:
-        result["removed_files"] = sum(base.corpus.remove(path) for path in remove)
+        counts = {path: base.corpus.remove(path) for path in remove}
+        unknown_paths = [path for path, n in counts.items() if not n]
+        if unknown_paths:
+            raise InvalidInput(f"the store knows no file under {', '.join(unknown_paths)}. See tamis index --list.")
+        result["removed_files"] = sum(counts.values())
         result["removed_records"] = base.drop_unused()
     if docs:
         with progress("indexing") as step:
@@ -73,6 +78,9 @@ def _run(
             "skipped": [f"{s.path}: {s.reason}" for s in added.files.skipped],
             "warnings": list(added.files.warnings),
         }
+    elif rebuild:
+        with progress("indexing") as step:
+            result["indexed"] = base.index(on_progress=step)
     if verify:
         result["problems"] = [
             {"document": p.document_id.hex(), "reason": p.reason} for p in base.indexer.store.verify()

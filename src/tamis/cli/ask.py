@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tamis.cli.options import STARTED, Device, Dtype, Json, Model, Store, load, progress
+from tamis.core.errors import NothingFound
 
 if TYPE_CHECKING:
-    from tamis.corpus import AddReport
+    from tamis.corpus import AddReport, Hit
     from tamis.engine.answer import Answer, Comparison
+    from tamis.engine.knowledge import KnowledgeBase
+
+SKIPPED_SHOWN = 3  # reasons in one error, at most
 
 
 def ask(
@@ -50,7 +54,7 @@ def ask(
         with progress("indexing") as step:
             added = base.add_files(docs, on_index=step)
         begin = time.perf_counter()
-        hits = base.search(question, passages, within=added.files.sources)
+        hits = _search(base, question, passages, added.files)
         documents = llm.fit(question, hits, room=max_tokens)
         retrieval_s = time.perf_counter() - begin
         notes = _notes(added.files, added.indexed, len(hits) - len(documents))
@@ -64,6 +68,15 @@ def ask(
             show = None if json else _show
             answer = llm.generate(question, documents, sampling=sampling, on_text=show, measure_recall=recall)
             _print_answer(answer.with_retrieval(retrieval_s, notes), json)
+
+
+def _search(base: KnowledgeBase, question: str, passages: int, files: AddReport) -> list[Hit]:
+    """The hits; where there are none, the error also names the files that could not be read."""
+    try:
+        return base.search(question, passages, within=files.sources)
+    except NothingFound as e:
+        skipped = "".join(f" Skipped: {s.reason}" for s in files.skipped[:SKIPPED_SHOWN])
+        raise NothingFound(f"{e}{skipped}") from e
 
 
 def _notes(files: AddReport, indexed: int, dropped: int) -> list[str]:

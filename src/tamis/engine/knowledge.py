@@ -79,9 +79,8 @@ class KnowledgeBase:
         """The k passages that fit the question best (BM25), best first. Raises NothingFound if none does."""
         hits = self.corpus.search(question, k, within=within, **options)
         if not hits:
-            raise NothingFound(
-                f"none of the {len(self.corpus)} passages shares a word with the question. Ask in other words."
-            )
+            n = len(self.corpus.ids(within=within))
+            raise NothingFound(f"none of the {n} passages shares a word with the question. Ask in other words.")
         return hits
 
     def drop_unused(self) -> int:

@@ -92,6 +92,24 @@ def tiny_model() -> Callable[..., Any]:
     return make
 
 
+@pytest.fixture(scope="module")
+def loaded(tiny_model: Callable[..., Any]) -> Any:
+    """A tiny random llama of 1,500 positions and its tokenizer, as `tamis.model.source.LoadedModel`."""
+    from tamis.model.source import LoadedModel
+    from tiny_chat import tiny_tokenizer
+
+    return LoadedModel(tiny_model("llama", max_position_embeddings=1500), tiny_tokenizer(), "tiny", "")
+
+
+@pytest.fixture
+def llm(loaded: Any) -> Iterator[Any]:
+    """An `LLM` on `loaded`, closed after the test."""
+    from tamis.engine.llm import LLM
+
+    with LLM(loaded) as llm:
+        yield llm
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Any:
     """SmolLM2 (135 M parameters) on the CPU, as `tamis.model.source.LoadedModel`. Converted once per machine."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
 import torch
@@ -16,20 +14,7 @@ from tamis.bench.prefill import bench_prefill, check_dense_equality
 from tamis.bench.text import passages
 from tamis.core.errors import NothingFound, TamisError
 from tamis.engine.llm import LLM
-from tamis.model.source import LoadedModel
 from tamis.select.every import AllTiles, NoCrossTiles
-from tiny_chat import tiny_tokenizer
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_model: Callable[..., Any]) -> LoadedModel:
-    return LoadedModel(tiny_model("llama", max_position_embeddings=1500), tiny_tokenizer(), "tiny", "")
-
-
-@pytest.fixture
-def llm(loaded: LoadedModel) -> Iterator[LLM]:
-    with LLM(loaded) as llm:
-        yield llm
 
 
 def test_the_result(llm: LLM) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,8 @@ from tamis.eval.answers import Cell, Log, choices_of, eval_answers, settings_of
 from tamis.eval.needle import needle_tasks
 from tamis.eval.questions import Passage, Question
 from tamis.eval.tasks import Task, qa_task
-from tamis.model.source import LoadedModel
-from tiny_chat import tiny_tokenizer
 
 VARIANTS = ("dense", "stored", "none")
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_model: Callable[..., Any]) -> LoadedModel:
-    return LoadedModel(tiny_model("llama", max_position_embeddings=1500), tiny_tokenizer(), "tiny", "")
-
-
-@pytest.fixture
-def llm(loaded: LoadedModel) -> Iterator[LLM]:
-    with LLM(loaded) as llm:
-        yield llm
 
 
 def question(number: int, words: int = 60) -> Question:

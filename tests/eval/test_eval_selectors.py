@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -12,19 +10,6 @@ from tamis.core.errors import ContextOverflow, InvalidInput
 from tamis.engine.llm import LLM
 from tamis.eval.questions import Passage, Question
 from tamis.eval.selectors import DEFAULT_SELECTORS, Scores, eval_selectors
-from tamis.model.source import LoadedModel
-from tiny_chat import tiny_tokenizer
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_model: Callable[..., Any]) -> LoadedModel:
-    return LoadedModel(tiny_model("llama", max_position_embeddings=1500), tiny_tokenizer(), "tiny", "")
-
-
-@pytest.fixture
-def llm(loaded: LoadedModel) -> Iterator[LLM]:
-    with LLM(loaded) as llm:
-        yield llm
 
 
 def question(number: int, words: int = 60) -> Question:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,10 @@ from tamis.eval.questions import Passage, Question
 from tamis.eval.research import METRICS, Bench, Study, calibrate_on, kl_rows, long_prompt, research, summarise
 from tamis.eval.selectors import eval_selectors
 from tamis.eval.variants import DEFAULT_VARIANTS, Variant, parse_variant
-from tamis.model.source import LoadedModel
 from tamis.prompt.segments import Prompt
 from tamis.select.rules import Share, Threshold
 from tamis.select.scene import Scene
 from tamis.select.variants import RowSampled
-from tiny_chat import tiny_tokenizer
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_model: Callable[..., Any]) -> LoadedModel:
-    return LoadedModel(tiny_model("llama", max_position_embeddings=1500), tiny_tokenizer(), "tiny", "")
-
-
-@pytest.fixture
-def llm(loaded: LoadedModel) -> Iterator[LLM]:
-    with LLM(loaded) as llm:
-        yield llm
 
 
 def question(number: int) -> Question:

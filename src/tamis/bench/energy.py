@@ -4,31 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
+from tamis.core.log import logger
+
+log = logger("bench")
+
 
 class EnergyMeter:
-    """Reads the total-energy counter of the first GPU; answers None where there is none."""
+    """Reads the total-energy counter of the first GPU; answers None where there is none, and logs why."""
 
     def __init__(self, wanted: bool = True) -> None:
-        self._handle: Any = None
+        self._nvml: Any = None
         self._begin = 0
-        if wanted:
-            try:
-                import pynvml  # part of the CUDA builds' own dependencies; absent on a CPU
-
-                pynvml.nvmlInit()
-                self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-                self._nvml = pynvml
-            except Exception as e:  # NVML's errors share no base with anything: no counter is no failure
-                self._reason = str(e)
+        if not wanted:
+            return
+        try:
+            import pynvml  # part of the CUDA builds' own dependencies; absent on a CPU
+        except ImportError:
+            log.info("no energy is measured: the package nvidia-ml-py is not installed")
+            return
+        try:
+            pynvml.nvmlInit()
+            self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            self._nvml = pynvml
+            self._read()
+        except pynvml.NVMLError as e:
+            log.info("no energy is measured: %s", e)
+            self._nvml = None
 
     def start(self) -> None:
         """Count from now."""
-        if self._handle is not None:
-            self._begin = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
+        if self._nvml is not None:
+            self._begin = self._read()
 
     def stop(self) -> float | None:
         """Joules since `start`, or None without a counter."""
-        if self._handle is None:
-            return None
-        used: float = (self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) - self._begin) / 1e3
-        return used
+        return None if self._nvml is None else (self._read() - self._begin) / 1e3
+
+    def _read(self) -> int:
+        millijoules: int = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
+        return millijoules

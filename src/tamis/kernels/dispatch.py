@@ -51,12 +51,13 @@ class Kernel:
     """What must be known of an implementation before it is imported.
 
     `missing` says why it cannot run on this machine, `refuses` why it cannot take a case; None means it can.
-    `into`: it takes `out=`.
+    `into`: it takes `out=`. `lse_costs`: it takes `need_lse=`, because the log-sum-exp costs it a pass of its own.
     """
 
     missing: Callable[[], str | None]
     refuses: Callable[[Case], str | None]
     into: bool = False
+    lse_costs: bool = False
 
 
 KERNELS = Registry("attention kernel")
@@ -102,17 +103,14 @@ def block_sparse_attention(
     _check_values(q, k, v, scale, out)
     case = Case.of((q, k, v) if out is None else (q, k, v, out), lists.tile)
     name = _choose(case) if kernel == "auto" else _named(kernel, case)
-    run, into = KERNELS.get(name), _ABOUT[name].into
-    options = _options(name, out if into else None, need_lse)
+    run, about = KERNELS.get(name), _ABOUT[name]
+    options: dict[str, Any] = {"out": out} if out is not None and about.into else {}
+    if about.lse_costs:
+        options["need_lse"] = need_lse
     made: tuple[torch.Tensor, torch.Tensor] = run(q, k, v, lists, scale, **options)
-    if out is None or into:
+    if out is None or about.into:
         return made
     return out.copy_(made[0]), made[1]
-
-
-def _options(name: str, out: torch.Tensor | None, need_lse: bool) -> dict[str, Any]:
-    options: dict[str, Any] = {} if out is None else {"out": out}
-    return options | {"need_lse": need_lse} if name == "cpu" else options  # only there does it cost a pass of its own
 
 
 def causal_attention(
@@ -253,7 +251,7 @@ register(
     "gluon", "tamis.kernels.gluon.block_sparse:block_sparse_attention", Kernel(_gluon_missing, _gluon_refuses, True)
 )
 # under the interpreter it is thousands of times slower than PyTorch: for tests, which ask for it by name
-register("cpu", "tamis.kernels.cpu.block_sparse:block_sparse_attention", Kernel(_nothing, _cpu_refuses))
+register("cpu", "tamis.kernels.cpu.block_sparse:block_sparse_attention", Kernel(_nothing, _cpu_refuses, lse_costs=True))
 register(
     "triton", "tamis.kernels.triton.block_sparse:block_sparse_attention", Kernel(_triton_missing, _triton_refuses, True)
 )

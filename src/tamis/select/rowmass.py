@@ -11,6 +11,7 @@ import torch
 
 from tamis.core.errors import InvalidInput
 from tamis.kernels.lists import Tiling
+from tamis.select.sampled import sample_rows
 from tamis.select.scene import Scene
 
 STRIP_SCORES = {"cuda": 1 << 28, "cpu": 1 << 23}  # scores held at once: 1 GiB and 32 MiB
@@ -88,11 +89,11 @@ def spread_rows(scene: Scene, rows: int, spread: str = "even") -> torch.Tensor:
     if spread not in SPREADS:
         raise InvalidInput(f"spread is {spread!r}; allowed are {', '.join(SPREADS)}.")
     device = scene.document.device
+    if spread == "even":
+        return sample_rows(scene, torch.arange(len(scene), device=device), rows)
     start = torch.tensor(scene.tiling.starts[:-1], device=device)[:, None]
     length = torch.tensor(scene.tiling.lengths, device=device)[:, None]
     n = torch.arange(rows, device=device)
-    if spread == "even":
-        return start + (length * (2 * n + 1)) // (2 * rows)
     from_end = length - rows + n
     if spread == "ends":
         from_end = torch.where(n < rows // 2, n, from_end)

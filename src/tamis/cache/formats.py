@@ -11,6 +11,8 @@ from transformers.cache_utils import DynamicLayer
 from tamis.core.errors import InvalidInput
 from tamis.core.registry import unknown
 
+FORMS = ("auto", "bf16")
+
 
 class Bf16Layer(DynamicLayer):
     """Keeps bfloat16, hands out the model's dtype: half the bytes of a float32 model, keys rounded to 8 bits."""
@@ -30,9 +32,18 @@ def new_cache(form: str, config: Any) -> Cache:
         return DynamicCache(config=config)
     if form == "bf16":
         return Cache(layers=[Bf16Layer() for _ in range(config.num_hidden_layers)])
-    raise InvalidInput(unknown("kv format", form, ["auto", "bf16"]))
+    raise InvalidInput(unknown("kv format", form, list(FORMS)))
 
 
 def cache_bytes(cache: Cache) -> int:
     """Bytes that the cache's keys and values take."""
     return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values) if t is not None)
+
+
+def stored_dtype(form: str, model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which `form` keeps keys and values of a model that computes in model_dtype."""
+    if form == "auto":
+        return model_dtype
+    if form == "bf16":
+        return torch.bfloat16
+    raise InvalidInput(unknown("kv format", form, list(FORMS)))

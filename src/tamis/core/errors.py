@@ -78,3 +78,38 @@ class NothingFound(TamisError, LookupError):
     """There is nothing to answer from: no documents, or none that match."""
 
     code = "nothing_found"
+
+
+class PoolFull(TamisError, MemoryError):
+    """Fewer pages or bytes are free than were asked for; nothing was taken."""
+
+    code = "pool_full"
+
+
+class CacheFull(TamisError, MemoryError):
+    """Documents of one request do not fit beside what is in use; the message has the bytes needed and available."""
+
+    code = "cache_full"
+
+    def __init__(self, message: str, *, needed_bytes: int, available_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+
+
+class CacheTimeout(TamisError, TimeoutError):
+    """Another request computes a document and did not finish in time."""
+
+    code = "cache_timeout"
+
+
+class NotCached(TamisError, LookupError):
+    """A document is in no tier, and no way to compute it was given."""
+
+    code = "not_cached"
+
+
+class BrokenInvariant(TamisError, AssertionError):
+    """A bug of Tamis: the books of a cache do not agree with what it holds."""
+
+    code = "broken_invariant"

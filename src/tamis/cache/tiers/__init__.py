@@ -1,0 +1,1 @@
+"""Where documents lie: device, host, disk, or mere bookkeeping, under the same five verbs."""

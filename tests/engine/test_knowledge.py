@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ class TestAddFiles:
             if done == at:
                 raise KeyboardInterrupt
 
+        base.indexer = replace(base.indexer, pack_tokens=1)  # what is packed together is committed together
         with pytest.raises(KeyboardInterrupt):
             base.add_files(folder, on_index=stop)
         assert len(base.indexer.store) == at and base.indexer.store.verify() == []

@@ -27,8 +27,17 @@ CASES = {
     "no records": Case((33, 1), heads=(2, 2), records="none"),
     "some records, no prefix": Case((20, 33), outside=(0, 3), heads=(2, 1), records="some"),
     "nine documents of one tile": Case((9,) * 9, heads=(2, 1)),
+    "chunk inside a document": Case((40, 1, 16, 21), window=(2, 4)),
+    "last chunk": Case((40, 1, 16, 21), window=(5, 9), records="some"),
+    "first chunk": Case((40, 1, 16, 21), heads=(2, 1), window=(0, 3)),
 }
-MUTATIONS = ("scores of the wrong KV head", "lists of another layer", "statistics of the wrong KV head")
+MUTATIONS = (
+    "scores of the wrong KV head",
+    "lists of another layer",
+    "statistics of the wrong KV head",
+    "scores with another row offset",
+    "power ignored",
+)
 
 
 def selectors(name: str, case: Case) -> dict[str, Selector]:
@@ -37,6 +46,9 @@ def selectors(name: str, case: Case) -> dict[str, Selector]:
         "sampled": Sampled(case.rows, 0.8),
         "sampled, all of it": Sampled(case.rows, 1.0),
         "threshold": GlobalThreshold(0.08, 0.3, case.rows),
+        "threshold, power 0.5": GlobalThreshold(0.04, 0.1, case.rows, power=0.5),
+        "threshold, power 1": GlobalThreshold(0.015, 0.1, case.rows, power=1),
+        "threshold, local sampled": GlobalThreshold(0.05, 0.3, case.rows, "sampled"),
         "stored": Stored(),
     }
     return most | ({"all": AllTiles(), "none": NoCrossTiles()} if name == next(iter(CASES)) else {})
@@ -54,9 +66,9 @@ def statistics(case: Case, scene: Scene, wrong: bool = False) -> dict[str, float
 
     q, k = qk(case, scene)
     lse = dense_lse(q, k, case.scale)
-    cuts = {"scale": case.scale, "beta": 0.05}
-    made = tile_statistics(q, k.flip(0) if wrong else k, lse, scene.tiling, scene.tiling, **cuts)
-    return statistics_error(made, reference(q, k, lse, scene.tiling, scene.tiling, **cuts))
+    cuts = {"scale": case.scale, "beta": 0.05, "q_offset": scene.q_offset}
+    made = tile_statistics(q, k.flip(0) if wrong else k, lse, scene.queries, scene.tiling, **cuts)
+    return statistics_error(made, reference(q, k, lse, scene.queries, scene.tiling, **cuts))
 
 
 def main() -> None:
@@ -79,9 +91,14 @@ def main() -> None:
     case = CASES["odd documents"]
     scene = scene_of(case)
     q, k = qk(case, scene)
-    say(MUTATIONS[0], "", {"mass": score_error(case, q, k, scene, torch.float32, wrong=True)})
+    say(MUTATIONS[0], "", {"mass": score_error(case, q, k, scene, torch.float32, wrong="heads")})
     say(MUTATIONS[1], "", list_error(Stored(), case, q, k, scene, asked=0))
     say(MUTATIONS[2], "", statistics(case, scene, wrong=True))
+    chunk = CASES["last chunk"]
+    window = scene_of(chunk)
+    say(MUTATIONS[3], "", {"mass": score_error(chunk, *qk(chunk, window), window, torch.float32, wrong="offset")})
+    bent, flat = (GlobalThreshold(0.015, 0.1, case.rows, power=power) for power in (1.0, 0.0))
+    say(MUTATIONS[4], "", list_error(bent, case, q, k, scene, given=flat))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ from tamis.kernels.reference.tile_statistics import tile_statistics as reference
 from tamis.kernels.statistics import tile_statistics
 from tamis.select.every import AllTiles, NoCrossTiles
 from tamis.select.on_device import CHOICES, DeviceScene, StoredBits, mask_of, why_not
-from tamis.select.oracle import Oracle
-from tamis.select.sampled import Sampled
+from tamis.select.oracle import Oracle, true_mass
+from tamis.select.sampled import Sampled, sample_rows
 from tamis.select.stored import Stored
+from tamis.select.variants import GlobalThreshold
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 BF16 = torch.bfloat16
@@ -84,6 +86,24 @@ class TestScene:
             assert torch.equal(one.la[:, at] & local, scene.stored_local(layer, 4))
             assert torch.equal(one.ca, scene.stored_pages(layer, 4))
 
+    @pytest.mark.parametrize("window", [(0, 3), (2, 4), (5, 9), (0, 9)])
+    def test_a_chunk_of_the_prompt_s_is_the_chunk_s(self, window):
+        case = Case((40, 1, 16, 21), records="some")
+        whole, scene = scene_of(case), scene_of(replace(case, window=window))
+        cut, made = DeviceScene.of(whole).chunk(*window), DeviceScene.of(scene)
+        for one in (cut, made):
+            assert torch.equal(one.tiles, (scene.document_tiles + window[0]).int())
+            assert torch.equal(one.rows(4), sample_rows(whole, one.tiles.long(), 4).int())
+            assert torch.equal(one.places.entry, DeviceScene.of(whole).places.entry[: window[1]])
+            assert (one.places.first, one.places.q_offset) == (window[0], whole.tiling.starts[window[0]])
+            own = one.places.slot[window[0] :][scene.document_tiles]
+            assert own.tolist() == list(range(len(scene.document_tiles)))
+        n, ends = torch.arange(len(scene)), slice(*window)
+        for bits in (cut.bits.layer(1), made.bits.layer(1)):
+            at = torch.where(scene.local, bits.row[ends, None] + n, 0)
+            assert torch.equal(bits.la[:, at] & scene.local, scene.stored_local(1, 4))
+            assert torch.equal(bits.ca[:, : len(scene)], scene.stored_pages(1, 4))
+
     def test_no_records_no_bits(self):
         assert StoredBits.of(scene_of(Case((40,), records="none"))) is None
         assert StoredBits.of(scene_of(Case(()))) is None
@@ -108,6 +128,8 @@ GPU = {
     "d96, tile of 64": Case((700, 1, 513), (33, 40), (6, 3), 96, 64, BF16, "none"),
     "many documents": Case((500,) * 30, (60, 200), (32, 8), 128, 128, BF16, rows=8),
     "fp32": Case((300, 129), (10, 70), (4, 2), 64, 128, torch.float32),
+    "chunk": Case((300, 1, 128, 1000, 63), (60, 111), (8, 2), 128, 128, BF16, rows=8, window=(5, 10)),
+    "last chunk": Case((700, 513, 900), (128, 9), (8, 2), 128, 128, BF16, window=(13, 21)),
     "head dim 256": Case((300, 129), (10, 70), (2, 1), 256, 128, BF16),
 }
 
@@ -122,13 +144,22 @@ class TestGpu:
         assert score_error(case, *qk(case, scene, "cuda"), scene, torch.float16) < 5e-3
 
     @pytest.mark.parametrize(
-        "selector", [Stored(), AllTiles(), NoCrossTiles(), Sampled(4, 0.9), Sampled(8, 0.6), Sampled(8, 1.0)]
+        "selector",
+        [
+            Stored(),
+            AllTiles(),
+            NoCrossTiles(),
+            Sampled(4, 0.9),
+            Sampled(8, 0.6),
+            Sampled(8, 1.0),
+            GlobalThreshold(power=0.5),
+        ],
     )
     def test_lists(self, case, selector):
         assert type(selector) in CHOICES
         scene = scene_of(case, "cuda")
         found = list_error(selector, case, *qk(case, scene, "cuda"), scene)
-        exact = not isinstance(selector, Sampled)
+        exact = not isinstance(selector, Sampled | GlobalThreshold)
         assert found["differ"] <= (0.0 if exact else 0.1), found
         assert abs(found["density"] - found["expected"]) <= (0.0 if exact else 0.01), found
         assert abs(found.get("kept", 0.0) - found.get("should", 0.0)) < 0.01, found
@@ -140,7 +171,8 @@ class TestGpu:
         q, k = qk(case, scene, "cuda")
         lse = dense_lse(q, k, case.scale)
         both = (
-            f(q, k, lse, scene.tiling, scene.tiling, scale=case.scale, beta=0.01) for f in (tile_statistics, reference)
+            f(q, k, lse, scene.queries, scene.tiling, scale=case.scale, beta=0.01, q_offset=scene.q_offset)
+            for f in (tile_statistics, reference)
         )
         found = statistics_error(*both)
         assert found["mass"] < 1e-4 and found["peak"] < 1e-3 and found["high"] < 1e-3, found
@@ -150,13 +182,19 @@ class TestGpu:
         q, k = qk(case, scene, "cuda")
         device = DeviceScene.of(scene)
         device.rows(8)
-        for selector in (Sampled(8, 0.9), Stored()):
+        for selector in (Sampled(8, 0.9), GlobalThreshold(power=0.5), Stored()):
             device.lists(selector, 0, q, k, case.scale)  # compiles
             torch.cuda.set_sync_debug_mode("error")
             try:
                 device.lists(selector, 1, q, k, case.scale)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+        true_mass(q, k, case.scale, scene)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            true_mass(q, k, case.scale, scene)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
@@ -167,7 +205,7 @@ class TestGpuMore:
         case = GPU["odd documents"]
         scene = scene_of(case, "cuda")
         q, k = qk(case, scene, "cuda")
-        assert score_error(case, q, k, scene, torch.float16, wrong=True) > 0.1
+        assert score_error(case, q, k, scene, torch.float16, wrong="heads") > 0.1
         assert list_error(Stored(), case, q, k, scene, asked=0)["differ"] > 0.1
 
     def test_statistics_of_a_chunk(self):

@@ -24,7 +24,6 @@ SELECTORS: dict[str, Any] = {
     "ends": RowSampled(Share(), spread="ends"),
     "paired": RowSampled(Share(), paired=True),
     "local": RowSampled(Share(), local="both"),
-    "oracle": RowSampled(Share(), rows=0, local="sampled"),
     "threshold": RowSampled(Threshold()),
     "per head": RowSampled(PerHead(((0.5,) * HEADS,))),
 }
@@ -47,6 +46,17 @@ def test_on_one_device_without_waiting(name: str, stage: Stage) -> None:
     mask = SELECTORS[name].select(0, stage.q, stage.k, stage.scale, stage.scene)
     assert mask.device.type == "meta" and mask.dtype == torch.bool
     assert mask.shape == (HEADS, len(stage.scene), len(stage.scene))
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_a_chunk_on_one_device_without_waiting(name: str, stage: Stage) -> None:
+    real = Stage(LAYOUTS["prefix, documents, question"], bits="none").scene.chunk(3, 8)
+    view = stage.scene.chunk(3, 8)
+    view.__dict__["document_tiles"] = real.document_tiles.to("meta")
+    view.__dict__["tiles_of"] = real.tiles_of
+    rows = slice(view.q_offset, view.tiling.n_tokens)
+    mask = SELECTORS[name].select(0, stage.q[:, rows], stage.k[:, : rows.stop], stage.scale, view)
+    assert mask.device.type == "meta" and mask.shape == (HEADS, 5, 8)
 
 
 def test_mean_correction_on_one_device(stage: Stage) -> None:

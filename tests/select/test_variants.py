@@ -17,7 +17,7 @@ from tamis.kernels.lists import lists_from_mask, tile_areas
 from tamis.kernels.reference.block_sparse import block_sparse_attention
 from tamis.select.calibrate import Curves, calibrate
 from tamis.select.oracle import Oracle, true_mass
-from tamis.select.rowmass import STRIP_SCORES, exact_mass, row_mass, spread_rows
+from tamis.select.rowmass import STRIP_SCORES, Pages, row_mass, spread_rows
 from tamis.select.rules import PerHead, Share, Threshold, keep_shares
 from tamis.select.sampled import Sampled, sample_rows
 from tamis.select.scene import keep_mass
@@ -36,13 +36,15 @@ class TestRowMass:
     def test_all_rows_are_the_true_mass(self, layout: Layout) -> None:
         stage = Stage(layout)
         args = (stage.q, stage.k, stage.scale, stage.scene)
-        torch.testing.assert_close(exact_mass(*args), true_mass(*args), rtol=1e-4, atol=1e-6)
+        every = Pages(stage.scene.tiling, stage.q.device).index
+        torch.testing.assert_close(row_mass(*args, every), true_mass(*args), rtol=1e-4, atol=1e-6)
 
     def test_strips_do_not_matter(self, monkeypatch: pytest.MonkeyPatch) -> None:
         stage = Stage(USUAL)
-        whole = exact_mass(stage.q, stage.k, stage.scale, stage.scene)
+        args = (stage.q, stage.k, stage.scale, stage.scene, spread_rows(stage.scene, 4))
+        whole = row_mass(*args)
         monkeypatch.setitem(STRIP_SCORES, "cpu", 1)
-        torch.testing.assert_close(exact_mass(stage.q, stage.k, stage.scale, stage.scene), whole)
+        torch.testing.assert_close(row_mass(*args), whole)
 
     @pytest.mark.parametrize("reduce", ["mean", "max"])
     def test_joined_rows(self, reduce: str, layout: Layout) -> None:
@@ -148,11 +150,29 @@ class TestThreshold:
             worth = bool(scene.cross[i, j]) and float(mass[h, i, j]) >= theta * scene.tiling.lengths[j] / TILE
             assert bool(mask[h, i, j]) == (worth or bool(forced[h, i, j]) or bool(least[h, i, j]))
 
+    @pytest.mark.parametrize("power", [0.5, 1.0])
+    def test_the_bar_follows_what_a_row_sees(self, power: float, layout: Layout) -> None:
+        stage = Stage(layout)
+        scene, theta = stage.scene, 0.02
+        mask = select(GlobalThreshold(theta, 0.0, rows=4, power=power), stage)
+        mass = RowSampled(Share(), rows=4).estimate(stage.q, stage.k, stage.scale, scene)
+        forced = scene.always | scene.stored_local(0, HEADS)
+        for h, i, j in itertools.product(range(HEADS), range(len(scene)), range(len(scene))):
+            bar = min(1.0, theta * (64 / (i + 1)) ** power) * scene.tiling.lengths[j] / TILE
+            worth = bool(scene.cross[i, j]) and float(mass[h, i, j]) >= bar
+            assert bool(mask[h, i, j]) == (worth or bool(forced[h, i, j]))
+
+    def test_bars(self) -> None:
+        seen = torch.tensor([1, 16, 64, 256])
+        assert Threshold(0.01).bar(seen).tolist() == pytest.approx([0.01] * 4)
+        assert Threshold(0.01, power=0.5).bar(seen).tolist() == pytest.approx([0.08, 0.02, 0.01, 0.005])
+        assert Threshold(0.1, power=1).bar(seen).tolist() == pytest.approx([1.0, 0.4, 0.1, 0.025])
+
     def test_no_other_choice_of_its_area_loses_less(self) -> None:
         """All tiles alike: with the same count of tiles over all heads and rows, none keeps more mass."""
         mass = (3 * torch.randn(3, 5, 9)).softmax(-1)
         none, offered = torch.zeros(3, 5, 9, dtype=torch.bool), torch.ones(3, 5, 9, dtype=torch.bool)
-        kept = Threshold(0.1, 0.0).keep(0, mass, none, offered, torch.ones(9))
+        kept = Threshold(0.1, 0.0).keep(0, mass, none, offered, torch.ones(9), torch.full((5,), 9))
         best = mass.flatten().sort(descending=True).values[: int(kept.sum())].sum()
         assert float(mass[kept].sum()) == pytest.approx(float(best))
 
@@ -160,6 +180,11 @@ class TestThreshold:
     def test_out_of_range(self, theta: float, floor: float) -> None:
         with pytest.raises(InvalidInput):
             Threshold(theta, floor)
+
+    @pytest.mark.parametrize("power", [-0.5, math.inf, math.nan])
+    def test_power_out_of_range(self, power: float) -> None:
+        with pytest.raises(InvalidInput, match="power"):
+            Threshold(power=power)
 
 
 class TestPerHead:

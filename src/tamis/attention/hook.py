@@ -6,8 +6,10 @@ one until a job is set. Nothing is registered at import.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +18,8 @@ import torch
 from tamis.core.errors import InvalidInput, ModelUnsupported
 
 NAME = "tamis"
+MASK_ROWS = 256  # rows of a mask that are compared at once
+_PACKED: ContextVar[int] = ContextVar("tokens of the packed pass that is running", default=0)
 
 
 class Job(Protocol):
@@ -24,49 +28,109 @@ class Job(Protocol):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """q [Hq, T, D], k and v [Hkv, T, D], rotated → out [Hq, T, D] and anything."""
+        """q [Hq, C, D], k and v [Hkv, T, D], rotated → out [Hq, C, D] and anything.
+
+        C = T, except where the switch was given borders: then q's rows are the last C of the T tokens so far.
+        """
 
 
 @dataclass
 class Switch:
     """Shared by all attention layers of one model: the job of the running forward pass, if there is one.
 
-    `n_tokens` is the length the job was planned for. A pass of another shape is answered by the stock path and
-    counted in `refused` with the reason, never by a guess.
+    `n_tokens` is the length the job was planned for, `borders` the tokens at which its chunks may begin and end (none:
+    it takes the whole prompt alone). A pass of another shape is answered by the stock path and counted in `refused`
+    with the reason, never by a guess.
     """
 
     job: Job | None = None
     n_tokens: int = 0
+    borders: frozenset[int] = frozenset()
     refused: dict[str, int] = field(default_factory=dict)
+    _looked_at: tuple[weakref.ref[torch.Tensor], bool] | None = None  # a chunk's mask, shared by its layers
 
     @contextmanager
-    def running(self, job: Job, n_tokens: int) -> Iterator[None]:
-        """Use `job` for the forward pass over exactly `n_tokens` new tokens that is made inside."""
+    def running(self, job: Job, n_tokens: int, borders: Iterable[int] = ()) -> Iterator[None]:
+        """Use `job` for the forward pass over exactly `n_tokens` new tokens that is made inside.
+
+        With `borders` (token positions, 0 and `n_tokens` among them) there may be several passes, over consecutive
+        chunks with the keys of the tokens before them in the cache.
+        """
         if self.job is not None:
             raise InvalidInput("another prefill of this model is still running; Tamis prefills one prompt at a time.")
-        self.job, self.n_tokens = job, n_tokens
+        self.job, self.n_tokens, self.borders = job, n_tokens, frozenset(borders)
         try:
             yield
         finally:
-            self.job = None
+            self.job, self.borders, self._looked_at = None, frozenset(), None
 
     def takes(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None = None) -> bool:
-        """Whether the job is for these tensors ([B, H, T, D]); a mask is only given where tokens are hidden."""
-        decoding = query.shape[2] == 1 and key.shape[2] > 1
+        """Whether the job is for these tensors ([B, H, C, D], [B, H, T, D]).
+
+        A whole prompt comes with a mask only where tokens are hidden, a chunk of it always.
+        """
+        n, end = query.shape[2], key.shape[2]
+        decoding = n == 1 and end > 1 and (not self.borders or end > self.n_tokens)
         if self.job is None or decoding:
             return False
         reason = None
         if query.shape[0] != 1:
             reason = f"batch of {query.shape[0]}: a sparse prefill takes one prompt"
-        elif query.shape[2] != key.shape[2]:
+        elif n != end and not self.borders:
             reason = "chunked prefill: rows of a chunk are computed dense"
-        elif query.shape[2] != self.n_tokens:
-            reason = f"{query.shape[2]} tokens where the plan has {self.n_tokens}"
-        elif mask is not None:
+        elif end != self.n_tokens and (not self.borders or end > self.n_tokens):
+            reason = f"{end} tokens where the plan has {self.n_tokens}"
+        elif self.borders and not {end - n, end} <= self.borders:
+            reason = "chunked prefill: a chunk that begins or ends inside a tile is computed dense"
+        elif mask is None and 1 < n < end:
+            reason = "chunked prefill: rows of a chunk in a cache with room for more are computed dense"
+        elif mask is not None and not (n < end and self._plain(mask, n, end)):
             reason = "an attention mask hides tokens (padding): a sparse prefill attends to all before a row"
         if reason is not None:
             self.refused[reason] = self.refused.get(reason, 0) + 1
         return reason is None
+
+    def _plain(self, mask: torch.Tensor, n: int, end: int) -> bool:
+        """Whether a chunk's mask shows each row all tokens up to itself. Waits for the device, once a chunk."""
+        if self._looked_at is None or self._looked_at[0]() is not mask:
+            self._looked_at = weakref.ref(mask), is_causal(mask, n, end)
+        return self._looked_at[1]
+
+
+def is_causal(mask: torch.Tensor, n: int, end: int) -> bool:
+    """Whether `mask` is bool [1, 1, n, end] and true where key j <= row i + end - n, and only there."""
+    if mask.dtype != torch.bool or mask.shape != (1, 1, n, end):
+        return False
+    position = torch.arange(end, device=mask.device)
+    same = torch.ones((), dtype=torch.bool, device=mask.device)
+    for first in range(0, n, MASK_ROWS):
+        last = min(first + MASK_ROWS, n)
+        same &= (mask[0, 0, first:last] == (position <= position[end - n + first : end - n + last, None])).all()
+    return bool(same)
+
+
+@contextmanager
+def packed_pass(n_tokens: int) -> Iterator[None]:
+    """For a pass over exactly `n_tokens` of several prompts whose job keeps them apart: no mask [T, T] is made for it.
+
+    transformers sees the positions restart and would make one. Use it together with `Switch.running`.
+    """
+    token = _PACKED.set(n_tokens)
+    try:
+        yield
+    finally:
+        _PACKED.reset(token)
+
+
+def mask_of_pass(batch_size: int, q_length: int, kv_length: int, **options: Any) -> torch.Tensor | None:
+    """transformers' mask for SDPA, or None for the pass that `packed_pass` announced."""
+    from transformers.masking_utils import sdpa_mask
+
+    announced = batch_size == 1 and q_length == kv_length == _PACKED.get()
+    if announced and options.get("attention_mask") is None:
+        return None
+    mask: torch.Tensor | None = sdpa_mask(batch_size, q_length, kv_length, **options)
+    return mask
 
 
 def attention_layers(model: Any) -> list[Any]:
@@ -80,10 +144,9 @@ def attention_layers(model: Any) -> list[Any]:
 def install(model: Any) -> tuple[Switch, Callable[[], None]]:
     """Route `model`'s attention through Tamis. Returns the switch and the function that undoes all of it."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, mask_of_pass)
     layers = attention_layers(model)
     before = model.config._attn_implementation
     if before == NAME:

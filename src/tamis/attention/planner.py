@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,13 +17,17 @@ from tamis.attention.policy import Policy
 from tamis.attention.prefill import SparsePrefill
 from tamis.attention.report import PrefillReport
 from tamis.core.errors import InvalidInput
+from tamis.kernels.lists import Tiling
 from tamis.prompt.segments import Prompt
 from tamis.select.scene import DocumentBits, Scene
 
 
 @dataclass
 class Plan:
-    """What is going to be done for one prompt. `job` is None where the prefill is dense; `reason` then says why."""
+    """What is going to be done for one prompt. `job` is None where the prefill is dense; `reason` then says why.
+
+    chunks: the half-open token ranges of the forward passes, in order.
+    """
 
     prompt: Prompt
     policy: Policy
@@ -31,19 +36,25 @@ class Plan:
     indexed: int = 0
     index_s: float = 0.0
     fallbacks: list[str] = field(default_factory=list)
+    chunks: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        self.chunks = self.chunks or ((0, len(self.prompt.tokens)),)
 
     @contextmanager
     def running(self, switch: Switch) -> Iterator[None]:
-        """Make the forward pass over the prompt inside this block."""
+        """Make the forward passes over the prompt inside this block: one for each of `chunks`."""
         if self.job is None:
             yield
             return
         before = dict(switch.refused)
-        with switch.running(self.job, len(self.prompt.tokens)):
+        borders = self.job.scene.tiling.starts if len(self.chunks) > 1 else ()
+        with switch.running(self.job, len(self.prompt.tokens), borders):
             yield
         for reason, n in switch.refused.items():
             if n > before.get(reason, 0):
-                self.fallbacks.append(f"{n - before.get(reason, 0)} layers dense: {reason}")
+                what = "layers" if len(self.chunks) == 1 else "layers of chunks"
+                self.fallbacks.append(f"{n - before.get(reason, 0)} {what} dense: {reason}")
 
     def report(self) -> PrefillReport:
         """What was done; call it after the pass."""
@@ -61,11 +72,12 @@ class Plan:
             density=job.density if job and ran else 1.0,
             recall=job.recall if job and ran else None,
             reason=self.reason or ("" if ran or self.policy.prefill == "dense" else "; ".join(self.fallbacks)),
-            layers=tuple(traces[i].density for i in sorted(traces)),
+            layers=job.densities if job and ran else (),
             indexed=self.indexed,
             select_s=sum(t.select_s for t in traces.values()) if ran else None,
             attend_s=sum(t.attend_s for t in traces.values()) if ran else None,
             fallbacks=tuple(self.fallbacks),
+            chunks=len(self.chunks),
         )
 
 
@@ -82,12 +94,14 @@ def plan_prefill(
 
     `indexer` gives the record store's indexer and is only called where the selector works from stored bits; documents
     without a record are observed on the spot. With `measure_recall` the pass also measures the attention mass kept.
+    A dense prefill is cut into chunks as well, where the policy asks for them.
     """
     device = next(model.parameters()).device
     reason = dense_reason(prompt, policy, device)
+    chunks = chunk_ranges(Tiling.of_segments(prompt.lengths, policy.tile), policy.chunk_tokens)
     if policy.prefill == "dense" or reason:
-        return Plan(prompt, policy, None, reason)
-    plan = Plan(prompt, policy, None)
+        return Plan(prompt, policy, None, reason, chunks=chunks)
+    plan = Plan(prompt, policy, None, chunks=chunks)
     selector = policy.make_selector()
     documents = [d.tokens for d in prompt.documents]
     bits: list[DocumentBits | None] = [None] * len(documents)
@@ -102,6 +116,22 @@ def plan_prefill(
         plan.index_s = time.perf_counter() - begin
     plan.job = SparsePrefill(Scene.of(prompt, bits, policy.tile, device), selector, policy.kernel, measure_recall)
     return plan
+
+
+def chunk_ranges(tiling: Tiling, chunk_tokens: int | None) -> tuple[tuple[int, int], ...]:
+    """Half-open token ranges that cover `tiling`: whole tiles, as many as `chunk_tokens` hold but one at least.
+
+    None: one range. An empty tiling has none.
+    """
+    starts = tiling.starts
+    if chunk_tokens is None:
+        return ((0, tiling.n_tokens),) if len(tiling) else ()
+    ranges, at = [], 0
+    while at < len(tiling):
+        end = max(at + 1, bisect_right(starts, starts[at] + chunk_tokens) - 1)
+        ranges.append((starts[at], starts[end]))
+        at = end
+    return tuple(ranges)
 
 
 def dense_reason(prompt: Prompt, policy: Policy, device: torch.device) -> str:

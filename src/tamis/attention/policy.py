@@ -33,11 +33,16 @@ class Policy:
                  tile), "none" (no document sees another) and the peers "xattention", "flexprefill", "vertical_slash"
     rows, mass   rows scored per tile of 128 ("sampled", "threshold"), and the share of their attention to keep
                  ("sampled", "oracle")
-    theta        "threshold": the share of a row's attention from which a tile is kept
+    theta, power "threshold": the share of a row's attention from which a tile is kept, for a row that sees 64 tiles;
+                 for one that sees n it is theta * (64 / n) ** power
+    local        "threshold": a document's own tiles are kept by "stored" bits, or chosen like all others ("sampled",
+                 which needs no offline pass)
     alpha, beta, gamma, ca_rule   thresholds of the stored bits, see `index.spec.Thresholds`
     min_tokens   shorter prompts are prefilled dense, and the report says so; None: measured per device type
     kernel       a name in `kernels.dispatch`, or "auto"
     tile         tokens of a tile: 64 or 128
+    chunk_tokens the prompt is prefilled in chunks of at most so many tokens, each cut short at a tile's border but one
+                 tile or longer, which bounds the memory of a layer's activations; None: whole
     """
 
     prefill: str = "dense"
@@ -47,6 +52,8 @@ class Policy:
     rows: int = 8
     mass: float = 0.9
     theta: float = 0.01
+    power: float = 0.0
+    local: str = "stored"
     alpha: float = 0.001
     beta: float = 0.01
     gamma: float = 0.1
@@ -54,6 +61,7 @@ class Policy:
     min_tokens: int | None = None
     kernel: str = "auto"
     tile: int = TILE
+    chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
         choices = {
@@ -62,6 +70,7 @@ class Policy:
             "kv": FORMATS,
             "selector": tuple(SELECTORS),
             "kernel": ("auto", *KERNELS),
+            "local": ("stored", "sampled"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -70,6 +79,10 @@ class Policy:
             raise InvalidInput(f"tile is {self.tile}; allowed are 64 and 128 tokens.")
         if self.min_tokens is not None and self.min_tokens < 0:
             raise InvalidInput(f"min_tokens is {self.min_tokens}; give 0 or more, or None for the measured value.")
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise InvalidInput(
+                f"chunk_tokens is {self.chunk_tokens}; give 1 token or more, or None for the whole prompt."
+            )
         _ = self.thresholds  # raises on a value out of range
         self.make_selector()
 
@@ -91,7 +104,7 @@ class Policy:
         """The selector with its settings."""
         options: dict[str, Any] = {
             "sampled": {"rows": self.rows, "mass": self.mass},
-            "threshold": {"rows": self.rows, "theta": self.theta},
+            "threshold": {"rows": self.rows, "theta": self.theta, "power": self.power, "local": self.local},
             "oracle": {"mass": self.mass},
         }
         selector: Selector = SELECTORS.get(self.selector)(**options.get(self.selector, {}))

@@ -18,6 +18,7 @@ class PrefillReport:
     layers        density of each layer
     indexed       documents whose bits were made for this prompt, because the store lacked them
     fallbacks     what was computed dense, and why
+    chunks        passes over consecutive parts of the prompt
     """
 
     asked: str
@@ -35,13 +36,15 @@ class PrefillReport:
     select_s: float | None = None
     attend_s: float | None = None
     fallbacks: tuple[str, ...] = ()
+    chunks: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
-        what = f"{self.used} prefill of {self.prompt_tokens} tokens ({self.documents} documents, {self.kernel})"
+        chunks = f" in {self.chunks} chunks" if self.chunks > 1 else ""
+        what = f"{self.used} prefill of {self.prompt_tokens} tokens{chunks} ({self.documents} documents, {self.kernel})"
         if self.used != self.asked:
             return f"{what}; {self.asked} was asked for: {self.reason}"
         if self.used == "dense":

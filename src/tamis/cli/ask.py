@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tamis.cli.options import STARTED, Device, Dtype, Json, Model, Store, load, progress
+from tamis.cli.options import STARTED, Device, Dtype, Json, Model, Store, Yarn, load, progress
 from tamis.core.errors import NothingFound
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ def ask(
     selector: Annotated[str, typer.Option(help="How sift chooses tiles: sampled, threshold, stored, …")] = "sampled",
     mass: Annotated[float, typer.Option(help="Share of the attention that sampled and oracle keep.")] = 0.9,
     min_tokens: Annotated[int | None, typer.Option(help="Prompt length from which sift is used.")] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Prefill in chunks of so many tokens, at most.")
+    ] = None,
     passages: Annotated[int, typer.Option("--passages", "-k", min=1, help="Passages in the prompt, at most.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer, at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
@@ -39,6 +42,7 @@ def ask(
     ] = False,
     device: Device = None,
     dtype: Dtype = None,
+    yarn: Yarn = None,
     json: Json = False,
 ) -> None:
     """Answer QUESTION from documents, cite the passages, and report what was computed."""
@@ -47,8 +51,9 @@ def ask(
     from tamis.engine.knowledge import default_store
     from tamis.engine.sampling import Sampling
 
+    choices = {"selector": selector, "mass": mass, "min_tokens": min_tokens, "chunk_tokens": chunk_tokens}
     with (
-        load(model, device, dtype, prefill=prefill, selector=selector, mass=mass, min_tokens=min_tokens) as llm,
+        load(model, device, dtype, yarn, prefill=prefill, **choices) as llm,
         llm.corpus(store or default_store(llm.spec(llm.policy)), rebuild=rebuild) as base,
     ):
         with progress("indexing") as step:

@@ -71,7 +71,7 @@ class Runner:
         measure_recall: bool = False,
         on_index: Progress | None = None,
     ) -> Prefilled:
-        """Run the prompt through the model. Raises ContextOverflow before any work."""
+        """Run the prompt through the model, in the plan's chunks. Raises ContextOverflow before any work."""
         self.check_fits(len(prompt.tokens))
         begin = time.perf_counter()
         plan: Plan = plan_prefill(self.model, prompt, policy, indexer, measure_recall=measure_recall, on_index=on_index)
@@ -79,7 +79,9 @@ class Runner:
         cache = new_cache(policy.kv, self.model.config)
         with torch.inference_mode(), plan.running(self.switch):
             ids = torch.tensor([prompt.tokens], device=next(self.model.parameters()).device)
-            logits = self.model(ids, **{self._cache: cache}, use_cache=True, logits_to_keep=1).logits[0, -1]
+            for first, end in plan.chunks:
+                part = ids[:, first:end]
+                logits = self.model(part, **{self._cache: cache}, use_cache=True, logits_to_keep=1).logits[0, -1]
             if logits.is_cuda:
                 torch.cuda.synchronize()
         took = time.perf_counter() - planned

@@ -11,6 +11,7 @@ import torch
 
 MAX_TILES = 4096  # a query tile's whole row of tiles is held in the registers of one block
 TILES = (16, 32, 64, 128)
+BAR_TILES = 64  # see `Bars`
 
 
 class Choice(IntEnum):
@@ -24,18 +25,22 @@ class Choice(IntEnum):
 
 @dataclass(frozen=True)
 class Places:
-    """Where the N tiles of a prompt lie and whose they are. int32 tensors [N] on one device.
+    """Where the N key tiles of a prompt lie and whose they are. int32 tensors [N] on one device.
 
-    entry  (token start << 8) | length
-    owner  the number of the group that a tile belongs to (a document), or -1: seen by every row, and seeing all
-    slot   the number of a tile among those that have an owner; 0 for the others
-    tile   tokens of a whole tile
+    entry     (token start << 8) | length
+    owner     the number of the group that a tile belongs to (a document), or -1: seen by every row, and seeing all
+    slot      the number of a query tile among those that have an owner; not read for other tiles
+    tile      tokens of a whole tile
+    first     the first query tile: 0, or the tiles before a chunk. The last key tile is the last query tile
+    q_offset  the tokens before it: where row 0 of q lies
     """
 
     entry: torch.Tensor
     owner: torch.Tensor
     slot: torch.Tensor
     tile: int
+    first: int = 0
+    q_offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,28 @@ class Bits:
     """One layer's stored bits, a byte each (bool or uint8), rows of one query head contiguous.
 
     la   [Hq, L]  per group its P x P local tiles, row after row, group after group
-    ca   [Hq, N]  which tiles are offered to the rows of other groups
-    row  int64 [N]  where tile i's row of `la` starts, less the number of its group's first tile
+    ca   [Hq, N or more]  which tiles are offered to the rows of other groups
+    row  int64 [N or more]  where tile i's row of `la` starts, less the number of its group's first tile
     """
 
     la: torch.Tensor
     ca: torch.Tensor
     row: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Which sampled tiles are kept: the heaviest that make up a share of each row, and all that reach a bar.
+
+    share  of a row's mass; from 1 on every tile that holds any
+    theta  the bar of a row that sees `BAR_TILES` tiles, for a whole tile (a short one's is lower in proportion); above
+           1: no tile reaches it
+    power  a row that sees n tiles has the bar theta * (BAR_TILES / n) ** power, at most 1
+    """
+
+    share: float = 1.0
+    theta: float = 2.0
+    power: float = 0.0
 
 
 def why_not(q: torch.Tensor, n_tiles: int, tile: int) -> str | None:

@@ -34,13 +34,13 @@ class Curves:
     causal_area: float = 0.0
 
     def add(self, scene: Scene, estimates: Sequence[torch.Tensor], truths: Sequence[torch.Tensor]) -> None:
-        """Take in one prompt: per layer the mass that decides and the true mass, both float32 [H, N, N].
+        """Take in one prompt: per layer the mass that decides and the true mass, both float32 [H, n, N].
 
         Give the true mass twice to calibrate for the best that any estimate could do. Stored local bits that the scene
         holds are kept, as in `sampled`.
         """
-        areas = tile_areas(scene.tiling, scene.tiling)
-        length = torch.tensor(scene.tiling.lengths, dtype=torch.float64)
+        areas = tile_areas(scene.queries, scene.tiling, scene.q_offset)
+        length = torch.tensor(scene.queries.lengths, dtype=torch.float64)
         tables = [
             self._layer(layer, estimate, truth, scene, areas.to(truth.device).double())
             for layer, (estimate, truth) in enumerate(zip(estimates, truths, strict=True))
@@ -58,7 +58,7 @@ class Curves:
         heads, device = truth.shape[0], truth.device
         forced = (scene.always | scene.stored_local(layer, heads)).to(device)
         offered = scene.cross.to(device)
-        length = torch.tensor(scene.tiling.lengths, dtype=torch.float64, device=device)
+        length = torch.tensor(scene.queries.lengths, dtype=torch.float64, device=device)
         table = []
         for share in self.grid:
             mask = keep_shares(estimate.to(device), forced, offered, torch.tensor(share, device=device))

@@ -5,6 +5,9 @@ divergence below tau) trusts the pooled map of all tiles; the others take column
 last rows' attention. As published, the choice is made over the whole causal area and the first column and the main
 diagonal are kept. Rows outside documents are dense, and what lies outside documents is kept, as in every selector here.
 Pooled scores of short tiles are weighted by their tokens, which changes nothing where all tiles are equal.
+
+In chunks it decides per chunk: the last rows are the chunk's, and the pooled budget is shared by the chunk's rows. Its
+tiles then differ from those of the whole prompt.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from tamis.core.errors import InvalidInput
+from tamis.kernels.lists import Tiling
 from tamis.select.rowmass import Pages
 from tamis.select.scene import Scene
 from tamis.select.vertical_slash import diagonals, last_rows, on_bands, per_band, per_tile, top
@@ -31,7 +35,7 @@ class FlexPrefill:
 
     def select(self, layer: int, q: torch.Tensor, k: torch.Tensor, scale: float, scene: Scene) -> torch.Tensor:
         """See `Selector.select`."""
-        tile, n = scene.tiling.tile, len(scene)
+        tile, n = scene.tiling.tile, len(scene.queries)
         least = -(-self.min_budget // tile)
         p = last_rows(q, k, scale, tile)
         column, slash = p.mean(1), diagonals(p)
@@ -49,8 +53,8 @@ class FlexPrefill:
 
 
 def pooled_attention(q: torch.Tensor, k: torch.Tensor, scale: float, scene: Scene) -> torch.Tensor:
-    """float32 [Hq, N, N]: softmax over the scores of mean queries on mean keys; rows sum to 1, causal by tiles."""
-    s = _pooled_scores(_tile_means(q, scene), k, scale, scene)
+    """float32 [Hq, n, N]: softmax over the scores of mean queries on mean keys; rows sum to 1, causal by tiles."""
+    s = _pooled_scores(_tile_means(q, scene.queries), k, scale, scene)
     return s.masked_fill_(~scene.causal, float("-inf")).softmax(-1)
 
 
@@ -62,13 +66,13 @@ def _pooled_last(q: torch.Tensor, k: torch.Tensor, scale: float, scene: Scene) -
 def _pooled_scores(mean_q: torch.Tensor, k: torch.Tensor, scale: float, scene: Scene) -> torch.Tensor:
     heads, rows, dim = mean_q.shape
     weight = torch.tensor(scene.tiling.lengths, device=k.device).float().log()
-    s = torch.matmul((mean_q * scale).reshape(k.shape[0], -1, dim), _tile_means(k, scene).mT)
+    s = torch.matmul((mean_q * scale).reshape(k.shape[0], -1, dim), _tile_means(k, scene.tiling).mT)
     return s.view(heads, rows, -1) + weight
 
 
-def _tile_means(x: torch.Tensor, scene: Scene) -> torch.Tensor:
+def _tile_means(x: torch.Tensor, tiling: Tiling) -> torch.Tensor:
     """[H, T, D] to float32 [H, N, D]."""
-    return Pages(scene.tiling, x.device).lay(x).sum(2) / torch.tensor(scene.tiling.lengths, device=x.device)[:, None]
+    return Pages(tiling, x.device).lay(x).sum(2) / torch.tensor(tiling.lengths, device=x.device)[:, None]
 
 
 def _cover(x: torch.Tensor, share: float) -> torch.Tensor:

@@ -6,20 +6,20 @@ stored bits of all layers) goes to the device once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
 from tamis.kernels import selection
 from tamis.kernels.lists import LENGTH_BITS, TileLists
-from tamis.kernels.selection import Bits, Choice, Places
+from tamis.kernels.selection import Bars, Bits, Choice, Places
 from tamis.select.every import AllTiles, NoCrossTiles
 from tamis.select.sampled import Sampled, sample_rows
 from tamis.select.scene import DocumentBits, Scene, Selector
 from tamis.select.stored import Stored
 from tamis.select.variants import GlobalThreshold
-
-NEVER = 2.0  # a tile's share of the attention never reaches it
 
 CHOICES: dict[type, Choice] = {
     AllTiles: Choice.ALL,
@@ -34,7 +34,7 @@ def why_not(selector: Selector, q: torch.Tensor, scene: Scene) -> str | None:
     """Why the lists for q [Hq, T, D] are not made on its device; None: they can be."""
     if type(selector) not in CHOICES:
         return f"selector {type(selector).__name__} has no kernel"
-    if isinstance(selector, GlobalThreshold) and selector.local != "stored":
+    if isinstance(selector, GlobalThreshold) and selector.local not in ("stored", "sampled"):
         return f"local={selector.local!r} has no kernel"
     if scene.document.device != q.device:
         return f"the scene is on {scene.document.device} and the queries are on {q.device}"
@@ -63,14 +63,14 @@ class StoredBits:
         row = torch.zeros(len(scene), dtype=torch.int64)
         blocks, at = [], 0
         for own, bits in zip(scene.tiles_of, scene.bits, strict=True):
-            n = own.stop - own.start
+            n = own.stop - own.start  # those of its tiles that the scene holds
             row[own] = at + torch.arange(n) * n - own.start
             blocks.append(_local(bits, (layers, heads, n)))
             at += n * n
         ca = torch.ones(layers, heads, len(scene), dtype=torch.bool)
         for own, bits in zip(scene.tiles_of, scene.bits, strict=True):
             if bits is not None:
-                ca[:, :, own] = bits.ca.cpu()
+                ca[:, :, own] = bits.ca[..., : own.stop - own.start].cpu()
         return cls(torch.cat(blocks, -1).to(device), ca.to(device), row.to(device))
 
     def layer(self, layer: int) -> Bits:
@@ -83,24 +83,32 @@ def _local(bits: DocumentBits | None, shape: tuple[int, int, int]) -> torch.Tens
     layers, heads, n = shape
     if bits is None:
         return torch.ones(layers, heads, n * n, dtype=torch.bool)
-    return bits.la.cpu().reshape(layers, heads, n * n)
+    return bits.la[..., :n, :n].cpu().reshape(layers, heads, n * n)
 
 
 @dataclass
 class DeviceScene:
-    """A scene's tensors on its device, and the lists made from them."""
+    """A scene's tensors on its device, and the lists made from them.
+
+    start, length int32 [n]: the query tiles, in tokens of the prompt; tiles int32: those of them that lie in documents,
+    counted as key tiles, and `owned` the same on the host.
+    """
 
     scene: Scene
     places: Places
-    q_start: torch.Tensor
-    q_len: torch.Tensor
+    start: torch.Tensor
+    length: torch.Tensor
     tiles: torch.Tensor
+    owned: list[int]
     bits: StoredBits | None
     _rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, scene: Scene) -> DeviceScene:
         """Bring everything to the device of `scene.document`: once per prompt, and the last time anything is copied."""
+        if scene.first:
+            every = Scene(scene.tiling, scene.document, scene.bits)
+            return cls.of(every).chunk(scene.first, len(scene))
         device, tiling = scene.document.device, scene.tiling
         start = torch.tensor(tiling.starts[:-1], dtype=torch.int32)
         length = torch.tensor(tiling.lengths, dtype=torch.int32)
@@ -108,26 +116,49 @@ class DeviceScene:
         slot = ((owner >= 0).cumsum(0) - 1).clamp(min=0).to(torch.int32)
         places = Places(((start << LENGTH_BITS) | length).to(device), owner, slot, tiling.tile)
         tiles = scene.document_tiles.to(torch.int32)
-        return cls(scene, places, start.to(device), length.to(device), tiles, StoredBits.of(scene))
+        return cls(scene, places, start.to(device), length.to(device), tiles, tiles.tolist(), StoredBits.of(scene))
+
+    def chunk(self, first: int, last: int) -> DeviceScene:
+        """`Scene.chunk` of a whole prompt's scene; the stored bits are shared, and nothing waits for the device."""
+        assert self.scene.first == 0, "windows are cut out of the whole prompt"
+        scene, whole = self.scene.chunk(first, last), self.places
+        begin, end = bisect_left(self.owned, first), bisect_left(self.owned, last)
+        slot = (whole.slot[:last] - begin).clamp(min=0)
+        places = Places(whole.entry[:last], whole.owner[:last], slot, whole.tile, first, scene.q_offset)
+        return DeviceScene(
+            scene,
+            places,
+            self.start[first:last],
+            self.length[first:last],
+            self.tiles[begin:end],
+            self.owned[begin:end],
+            self.bits,
+        )
 
     def rows(self, n: int) -> torch.Tensor:
-        """int32 [document tiles, n]: the prompt rows that are sampled, see `sample_rows`."""
+        """int32 [document tiles, n]: the places in the prompt of the rows that are sampled, see `sample_rows`."""
         if n not in self._rows:
-            self._rows[n] = sample_rows(self.scene, self.scene.document_tiles, n).to(torch.int32)
+            self._rows[n] = sample_rows(self.scene, self.tiles.long() - self.scene.first, n).to(torch.int32)
         return self._rows[n]
 
+    @cached_property
+    def alone(self) -> Places:
+        """The places as if every tile of a document were a document."""
+        number = torch.arange(len(self.scene), dtype=torch.int32, device=self.places.owner.device)
+        return replace(self.places, owner=torch.where(self.places.owner < 0, -1, number))
+
     def lists(self, selector: Selector, layer: int, q: torch.Tensor, k: torch.Tensor, scale: float) -> TileLists:
-        """What `lists_from_mask(selector.select(layer, q, k, scale, scene))` gives, for rotated q [Hq, T, D] and
+        """What `lists_from_mask(selector.select(layer, q, k, scale, scene))` gives, for rotated q [Hq, C, D] and
         k [Hkv, T, D] on the scene's device, without waiting for it. `why_not` must have said None."""
         from tamis.kernels.triton.tile_lists import tile_lists
         from tamis.kernels.triton.tile_scores import tile_scores
 
-        choice, sums, share, theta = CHOICES[type(selector)], None, 1.0, NEVER
+        choice, sums, bars = CHOICES[type(selector)], None, Bars()
         if isinstance(selector, Sampled | GlobalThreshold):
             if isinstance(selector, Sampled):
-                share = selector.mass
+                bars = Bars(selector.mass)
             else:
-                share, theta = selector.floor, selector.theta
+                bars = Bars(selector.floor, selector.theta, selector.power)
             if self.tiles.numel():
                 sums = tile_scores(
                     _dense(q),
@@ -139,22 +170,24 @@ class DeviceScene:
                 )
             else:
                 choice = Choice.NONE  # nothing to sample: every tile is one that all rows see
-        stored = choice in (Choice.STORED, Choice.SAMPLED) and self.bits is not None
-        bits = self.bits.layer(layer) if stored and self.bits is not None else None
-        entries, count, masked, area = tile_lists(
-            self.places, q.shape[0], choice, bits=bits, sums=sums, share=share, theta=theta
-        )
-        n = self.scene.tiling.n_tokens
+        places, bits = self.places, None
+        if isinstance(selector, GlobalThreshold) and selector.local == "sampled":
+            places = self.alone  # no tile has a local one beside itself
+        elif choice in (Choice.STORED, Choice.SAMPLED) and self.bits is not None:
+            bits = self.bits.layer(layer)
+        entries, count, masked, area = tile_lists(places, q.shape[0], choice, bits=bits, sums=sums, bars=bars)
+        n, before = self.scene.tiling.n_tokens, self.scene.q_offset
         return TileLists(
-            q_start=self.q_start,
-            q_len=self.q_len,
+            q_start=self.start - before,
+            q_len=self.length,
             entries=entries,
             count=count,
             masked=masked,
-            q_offset=0,
+            q_offset=before,
             tile=self.places.tile,
             area=area,
-            causal_area=n * (n + 1) // 2 * q.shape[0],
+            causal_area=(n * (n + 1) - before * (before + 1)) // 2 * q.shape[0],
+            aligned=self.scene.tiling.aligned,
         )
 
 
@@ -163,7 +196,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def mask_of(lists: TileLists, scene: Scene) -> torch.Tensor:
-    """bool [Hq, N, N]: the tiles that the lists hold; for measurements."""
+    """bool [Hq, n, N]: the tiles that the lists hold; for measurements."""
     start = torch.tensor(scene.tiling.starts[:-1], dtype=torch.int32, device=lists.entries.device)
     n = len(scene)
     listed = torch.arange(lists.entries.shape[2], device=start.device) < lists.count[..., None]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 
 from tamis.core.errors import InvalidInput
 from tamis.kernels import dispatch
-from tamis.kernels.reference.tile_statistics import PagedKeys
 from tamis.kernels.statistics import tile_statistics
 from tamis.select.scene import Scene, keep_mass
 
@@ -28,21 +25,14 @@ class Oracle:
         return keep_mass(true_mass(q, k, scale, scene), scene.always, scene.causal, self.mass)
 
 
-def true_mass(q: torch.Tensor, k: torch.Tensor, scale: float, scene: Scene) -> torch.Tensor:
-    """float32 [Hq, N, N]: attention mass of each tile, mean over its rows, of dense attention on q and k."""
-    # on a GPU attention gives it sooner than a second pass over the scores; its values are of no interest
-    lse = dispatch.causal_attention(q, k, k, scale)[1] if q.is_cuda else _log_sum_exp(q, k, scale, scene)
-    return tile_statistics(q, k, lse, scene.tiling, scene.tiling, scale=scale).mass
+def true_mass(
+    q: torch.Tensor, k: torch.Tensor, scale: float, scene: Scene, lse: torch.Tensor | None = None
+) -> torch.Tensor:
+    """float32 [Hq, n, N]: attention mass of each tile, mean over its rows, of dense attention on q and k.
 
-
-def _log_sum_exp(q: torch.Tensor, k: torch.Tensor, scale: float, scene: Scene) -> torch.Tensor:
-    """Natural log-sum-exp [Hq, T] of the causal scores, one query tile at a time."""
-    group, starts = q.shape[0] // k.shape[0], scene.tiling.starts
-    paged = PagedKeys(k, scene.tiling)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    for a, b in pairwise(starts):
-        position = torch.arange(a, b, device=q.device)
-        for kv in range(k.shape[0]):
-            own = slice(kv * group, (kv + 1) * group)
-            lse[own, a:b] = paged.scores(q[own, a:b], kv, position, scale).flatten(2).logsumexp(-1)
-    return lse
+    lse  natural log-sum-exp [Hq, C] of that attention, where it was computed anyway
+    """
+    if lse is None:
+        # attention gives it sooner than a second pass over the scores; its values are of no interest
+        lse = dispatch.causal_attention(q, k, k, scale)[1]
+    return tile_statistics(q, k, lse, scene.queries, scene.tiling, scale=scale, q_offset=scene.q_offset).mass

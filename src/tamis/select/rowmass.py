@@ -11,6 +11,7 @@ import torch
 
 from tamis.core.errors import InvalidInput
 from tamis.kernels.lists import Tiling
+from tamis.kernels.reference.tile_statistics import page_index
 from tamis.select.sampled import sample_rows
 from tamis.select.scene import Scene
 
@@ -23,9 +24,7 @@ class Pages:
     """Rows laid out so that every tile fills a whole page; the rest of a short tile is zero and not `real`."""
 
     def __init__(self, tiling: Tiling, device: torch.device) -> None:
-        within = torch.arange(tiling.tile)
-        start, length = torch.tensor(tiling.starts[:-1])[:, None], torch.tensor(tiling.lengths)[:, None]
-        self.index = torch.where(within < length, start + within, -1).to(device)  # [N, tile]; -1 is padding
+        self.index = page_index(tiling, device)
         self.real = self.index >= 0
 
     def lay(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,10 +35,10 @@ class Pages:
 def strips(scene: Scene, scores_per_tile_pair: int, device: torch.device) -> Iterator[slice]:
     """Consecutive query tiles whose scores over all tiles up to the last of them fit the memory set aside."""
     most = STRIP_SCORES.get(device.type, STRIP_SCORES["cuda"])
-    first = 0
-    while first < len(scene):
+    first, n = 0, len(scene.queries)
+    while first < n:
         last = first + 1
-        while last < len(scene) and (last + 1 - first) * (last + 1) * scores_per_tile_pair <= most:
+        while last < n and (last + 1 - first) * (scene.first + last + 1) * scores_per_tile_pair <= most:
             last += 1
         yield slice(first, last)
         first = last
@@ -48,21 +47,21 @@ def strips(scene: Scene, scores_per_tile_pair: int, device: torch.device) -> Ite
 def row_mass(
     q: torch.Tensor, k: torch.Tensor, scale: float, scene: Scene, position: torch.Tensor, reduce: str = "mean"
 ) -> torch.Tensor:
-    """float32 [Hq, N, N]: mass that the chosen rows of each query tile give each key tile, mean or max over the rows.
+    """float32 [Hq, n, N]: mass that the chosen rows of each query tile give each key tile, mean or max over the rows.
 
-    position  int64 [N, R]: prompt rows of each tile, in any order; -1 where a tile has fewer
-    q [Hq, T, D], k [Hkv, T, D], rotated. A row of tiles sums to 1 with "mean" and to 1 or more with "max".
+    position  int64 [n, R]: places in the prompt of each query tile's rows, in any order; -1 where a tile has fewer
+    q [Hq, C, D], k [Hkv, T, D], rotated. A row of tiles sums to 1 with "mean" and to 1 or more with "max".
     """
     heads, kv_heads, rows = q.shape[0], k.shape[0], position.shape[1]
     pages = Pages(scene.tiling, q.device)
     keys = pages.lay(k)
     weight = (position >= 0).float()
     weight = weight / weight.sum(1, keepdim=True)
-    at = position.clamp(min=0)
-    mass = torch.zeros(heads, len(scene), len(scene), device=q.device)
+    at = position.clamp(min=scene.q_offset)
+    mass = torch.zeros(heads, len(position), len(scene), device=q.device)
     for strip in strips(scene, heads * rows * scene.tiling.tile, q.device):
-        seen, n = strip.stop, strip.stop - strip.start
-        picked = (q[:, at[strip].flatten()].float() * scale).view(kv_heads, -1, q.shape[2])
+        seen, n = scene.first + strip.stop, strip.stop - strip.start
+        picked = (q[:, (at[strip] - scene.q_offset).flatten()].float() * scale).view(kv_heads, -1, q.shape[2])
         s = torch.matmul(picked, keys[:, :seen].flatten(1, 2).mT).view(heads, n, rows, seen * scene.tiling.tile)
         index = pages.index[:seen].flatten()
         s.masked_fill_((index > at[strip][:, :, None]) | (index < 0), float("-inf"))
@@ -73,13 +72,8 @@ def row_mass(
     return mass
 
 
-def exact_mass(q: torch.Tensor, k: torch.Tensor, scale: float, scene: Scene) -> torch.Tensor:
-    """float32 [Hq, N, N]: the true mass of each tile, mean over all its rows, as `oracle.true_mass` gives it."""
-    return row_mass(q, k, scale, scene, Pages(scene.tiling, q.device).index)
-
-
 def spread_rows(scene: Scene, rows: int, spread: str = "even") -> torch.Tensor:
-    """int64 [N, rows]: rows of each tile. A tile shorter than `rows` has some of them twice.
+    """int64 [n, rows]: places in the prompt of rows of each query tile; one shorter than `rows` has some of them twice.
 
     spread  "even": in the middle of `rows` equal parts, "ends": half of them first and half last in the tile, "last":
             the last ones. Raises InvalidInput for another name or rows outside 1..tile.
@@ -90,9 +84,9 @@ def spread_rows(scene: Scene, rows: int, spread: str = "even") -> torch.Tensor:
         raise InvalidInput(f"spread is {spread!r}; allowed are {', '.join(SPREADS)}.")
     device = scene.document.device
     if spread == "even":
-        return sample_rows(scene, torch.arange(len(scene), device=device), rows)
-    start = torch.tensor(scene.tiling.starts[:-1], device=device)[:, None]
-    length = torch.tensor(scene.tiling.lengths, device=device)[:, None]
+        return sample_rows(scene, torch.arange(len(scene.queries), device=device), rows)
+    start = torch.tensor(scene.queries.starts[:-1], device=device)[:, None] + scene.q_offset
+    length = torch.tensor(scene.queries.lengths, device=device)[:, None]
     n = torch.arange(rows, device=device)
     from_end = length - rows + n
     if spread == "ends":

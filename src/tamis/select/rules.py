@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from tamis.core.errors import InvalidInput
+from tamis.kernels.selection import BAR_TILES
 from tamis.select.scene import keep_mass
 
 
@@ -21,11 +22,18 @@ class Rule(Protocol):
     """Decides from a layer's estimated masses."""
 
     def keep(
-        self, layer: int, mass: torch.Tensor, forced: torch.Tensor, offered: torch.Tensor, width: torch.Tensor
+        self,
+        layer: int,
+        mass: torch.Tensor,
+        forced: torch.Tensor,
+        offered: torch.Tensor,
+        width: torch.Tensor,
+        seen: torch.Tensor,
     ) -> torch.Tensor:
         """bool [H, n, N] for mass float32 [H, n, N], forced and offered bool broadcastable to it; forced are kept.
 
         width float32 [N]: each key tile's tokens as a share of a full tile.
+        seen int64 [n]: how many key tiles each row of tiles sees.
         """
 
 
@@ -39,7 +47,13 @@ class Share:
         _check_share("mass", self.mass)
 
     def keep(
-        self, layer: int, mass: torch.Tensor, forced: torch.Tensor, offered: torch.Tensor, width: torch.Tensor
+        self,
+        layer: int,
+        mass: torch.Tensor,
+        forced: torch.Tensor,
+        offered: torch.Tensor,
+        width: torch.Tensor,
+        seen: torch.Tensor,
     ) -> torch.Tensor:
         """See `Rule.keep`."""
         return keep_mass(mass, forced, offered, self.mass)
@@ -53,22 +67,38 @@ class Threshold:
     a price per score element), so heads that spread their attention get more tiles than those that do not.
     A key tile of fewer tokens costs less and has a lower bar in proportion. `floor` is a share of each row of tiles
     that is kept in any case.
+
+    Attention is thinner over a longer context, so a bar that suits one length is too low or too high for another: a row
+    that sees n key tiles has the bar theta * (64 / n) ** power, at most 1. With power 0 all rows have the same.
     """
 
     theta: float = 0.01
     floor: float = 0.5
+    power: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.theta <= 1:
             raise InvalidInput(f"theta is {self.theta}; allowed are attention masses of a tile in (0, 1].")
         if not 0 <= self.floor <= 1:
             raise InvalidInput(f"floor is {self.floor}; allowed are shares of the attention in [0, 1].")
+        if not 0 <= self.power < math.inf:
+            raise InvalidInput(f"power is {self.power}; allowed are finite numbers from 0 on.")
+
+    def bar(self, seen: torch.Tensor) -> torch.Tensor:
+        """float32, of seen's shape: the mass from which on a full tile is kept in a row that sees `seen` tiles."""
+        return (self.theta * (BAR_TILES / seen.float()) ** self.power).clamp(max=1.0)
 
     def keep(
-        self, layer: int, mass: torch.Tensor, forced: torch.Tensor, offered: torch.Tensor, width: torch.Tensor
+        self,
+        layer: int,
+        mass: torch.Tensor,
+        forced: torch.Tensor,
+        offered: torch.Tensor,
+        width: torch.Tensor,
+        seen: torch.Tensor,
     ) -> torch.Tensor:
         """See `Rule.keep`."""
-        worth = offered & (mass >= self.theta * width)
+        worth = offered & (mass >= self.bar(seen)[:, None] * width)
         return worth | (keep_mass(mass, forced, offered, self.floor) if self.floor else forced)
 
 
@@ -86,7 +116,13 @@ class PerHead:
                 raise InvalidInput(f"a head's share is {share}; allowed are shares of the attention in (0, 1).")
 
     def keep(
-        self, layer: int, mass: torch.Tensor, forced: torch.Tensor, offered: torch.Tensor, width: torch.Tensor
+        self,
+        layer: int,
+        mass: torch.Tensor,
+        forced: torch.Tensor,
+        offered: torch.Tensor,
+        width: torch.Tensor,
+        seen: torch.Tensor,
     ) -> torch.Tensor:
         """See `Rule.keep`. Raises InvalidInput where the shares were calibrated for another model."""
         if layer >= len(self.mass) or len(self.mass[layer]) != mass.shape[0]:

@@ -47,8 +47,8 @@ def sampled_mass(
 ) -> torch.Tensor:
     """float32 [Hq, len(tiles), N]: mean over the sampled rows of the mass that they give each key tile.
 
-    Rows are spread evenly over each of the query `tiles` (increasing tile numbers); a tile shorter than `rows` has
-    some of them counted twice.
+    Rows are spread evenly over each of the query `tiles` (increasing numbers, 0 is the window's first); a tile shorter
+    than `rows` has some of them counted twice. q and k as in `Selector.select`.
     """
     group = q.shape[0] // k.shape[0]
     paged = PagedKeys(k, scene.tiling)
@@ -56,7 +56,7 @@ def sampled_mass(
     mass = torch.zeros(q.shape[0], len(tiles), len(scene), device=q.device)
     for at in range(0, len(tiles), STRIP_TILES):
         strip = position[at : at + STRIP_TILES]
-        picked = q[:, strip.flatten()]
+        picked = q[:, strip.flatten() - scene.q_offset]
         for kv in range(k.shape[0]):
             own = slice(kv * group, (kv + 1) * group)
             s = paged.scores(picked[own], kv, strip.flatten(), scale)  # [G, rows of the strip, tiles seen, tile]
@@ -66,7 +66,7 @@ def sampled_mass(
 
 
 def sample_rows(scene: Scene, tiles: torch.Tensor, rows: int) -> torch.Tensor:
-    """int64 [len(tiles), rows]: prompt rows spread evenly over each tile, increasing."""
-    start = torch.tensor(scene.tiling.starts, device=tiles.device)[tiles]
-    length = torch.tensor(scene.tiling.lengths, device=tiles.device)[tiles]
+    """int64 [len(tiles), rows]: positions in the prompt spread evenly over each of the query `tiles`, increasing."""
+    start = torch.tensor(scene.queries.starts, device=tiles.device)[tiles] + scene.q_offset
+    length = torch.tensor(scene.queries.lengths, device=tiles.device)[tiles]
     return start[:, None] + (length[:, None] * (2 * torch.arange(rows, device=tiles.device) + 1)) // (2 * rows)

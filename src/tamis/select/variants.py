@@ -10,7 +10,8 @@ import torch
 
 from tamis.core.errors import InvalidInput
 from tamis.kernels.lists import TILE
-from tamis.select.rowmass import REDUCTIONS, SPREADS, Pages, exact_mass, row_mass, spread_rows
+from tamis.select.oracle import true_mass
+from tamis.select.rowmass import REDUCTIONS, SPREADS, Pages, row_mass, spread_rows
 from tamis.select.rules import PerHead, Rule, Share, Threshold
 from tamis.select.scene import Scene
 
@@ -63,7 +64,7 @@ class RowSampled:
     def select_with_mass(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, scale: float, scene: Scene
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The choice bool [Hq, N, N] and the estimate float32 [Hq, N, N] that it was made from."""
+        """The choice bool [Hq, n, N] and the estimate float32 [Hq, n, N] that it was made from."""
         heads = q.shape[0]
         mass = self.estimate(q, k, scale, scene)
         forced = scene.always.expand(heads, -1, -1)
@@ -73,16 +74,16 @@ class RowSampled:
             forced = forced | scene.local
         offered = scene.cross | scene.local if self.local in ("sampled", "both") else scene.cross
         width = torch.tensor(scene.tiling.lengths, device=q.device) / scene.tiling.tile
-        mask = self.rule.keep(layer, mass, forced, offered, width)
+        mask = self.rule.keep(layer, mass, forced, offered, width, scene.causal.sum(-1))
         if self.question is not None:
             rows = asking_tiles(scene)
             mask[:, rows] = question_choice(mass[:, rows], scene, rows, self.question)
         return mask, mass
 
     def estimate(self, q: torch.Tensor, k: torch.Tensor, scale: float, scene: Scene) -> torch.Tensor:
-        """float32 [Hq, N, N]: mass of every tile as the chosen rows see it."""
+        """float32 [Hq, n, N]: mass of every tile as the chosen rows see it."""
         if not self.rows or self.rows >= scene.tiling.tile:
-            return exact_mass(q, k, scale, scene)
+            return true_mass(q, k, scale, scene)
         if not self.paired:
             return row_mass(q, k, scale, scene, self._positions(scene, self.rows), self.reduce)
         mass = row_mass(q, k, scale, scene, self._positions(scene, self.rows // 2), self.reduce)
@@ -95,7 +96,7 @@ class RowSampled:
         if self.question is None:
             return position
         # a question is short and every row of it counts
-        every = Pages(scene.tiling, position.device).index
+        every = Pages(scene.tiling, position.device).index[scene.first :]
         sampled = torch.nn.functional.pad(position, (0, scene.tiling.tile - rows), value=-1)
         asking = asking_tiles(scene)
         sampled[asking] = every[asking]
@@ -105,9 +106,11 @@ class RowSampled:
 class GlobalThreshold(RowSampled):
     """`threshold`: one bar for the sampled mass of a tile in all heads and layers, see `rules.Threshold`."""
 
-    def __init__(self, theta: float = 0.01, floor: float = 0.5, rows: int = 8, local: str = "stored") -> None:
-        super().__init__(Threshold(theta, floor), rows=rows, local=local)
-        self.theta, self.floor = theta, floor
+    def __init__(
+        self, theta: float = 0.01, floor: float = 0.5, rows: int = 8, local: str = "stored", power: float = 0.0
+    ) -> None:
+        super().__init__(Threshold(theta, floor, power), rows=rows, local=local)
+        self.theta, self.floor, self.power = theta, floor, power
 
 
 class Calibrated(RowSampled):
@@ -118,9 +121,9 @@ class Calibrated(RowSampled):
 
 
 def asking_tiles(scene: Scene) -> torch.Tensor:
-    """int64: tiles outside documents behind the first document (history and question), increasing."""
+    """int64: query tiles outside documents behind the first document (history and question), increasing."""
     behind = (scene.document >= 0).cumsum(0) > 0
-    return ((scene.document < 0) & behind).nonzero()[:, 0]
+    return ((scene.document < 0) & behind)[scene.first :].nonzero()[:, 0]
 
 
 def question_choice(mass: torch.Tensor, scene: Scene, rows: torch.Tensor, share: float) -> torch.Tensor:
@@ -128,18 +131,23 @@ def question_choice(mass: torch.Tensor, scene: Scene, rows: torch.Tensor, share:
 
     What lies outside documents and the diagonal are kept, the fewest documents' tiles are added that make up `share`.
     """
-    outside = (scene.document < 0) & scene.causal[rows]
-    return Share(share).keep(0, mass, outside, scene.causal[rows], torch.ones_like(mass[0, 0]))
+    outside, seen = (scene.document < 0) & scene.causal[rows], scene.causal[rows].sum(-1)
+    return Share(share).keep(0, mass, outside, scene.causal[rows], mass.new_ones(len(scene)), seen)
 
 
 def partners(scene: Scene) -> torch.Tensor:
-    """int64 [N]: the other tile of a pair of neighbours in one document; itself where there is none."""
-    number = torch.arange(len(scene), device=scene.document.device)
+    """int64 [n]: the other query tile of a pair of neighbours in one document; itself where there is none.
+
+    A pair that the window cuts is none, so in chunks `paired` estimates are not quite those of the whole prompt.
+    """
+    number = torch.arange(len(scene.queries), device=scene.document.device)
     other = number.clone()
     for own in scene.tiles_of:
-        last = own.stop - (own.stop - own.start) % 2
-        pair = number[own.start : last].view(-1, 2).flip(1).flatten()
-        other[own.start : last] = pair
+        last = own.stop - (own.stop - own.start) % 2 - scene.first
+        cut = max(0, scene.first - own.start)
+        first = own.start + cut + cut % 2 - scene.first
+        if last > first:
+            other[first:last] = number[first:last].view(-1, 2).flip(1).flatten()
     return other
 
 
@@ -148,14 +156,14 @@ def mean_correction(
 ) -> torch.Tensor:
     """Adds back what skipped tiles would give on average: (1 - r) out + sum over them of mass times their mean value.
 
-    out [Hq, T, D] of the sparse attention, v [Hkv, T, D]; mass float32 [Hq, N, N] estimated, rows of tiles summing to
-    1; mask bool [Hq, N, N]. r is the mass of the skipped tiles of a row of tiles. Returns out's shape and dtype.
+    out [Hq, C, D] of the sparse attention, v [Hkv, T, D]; mass float32 [Hq, n, N] estimated, rows of tiles summing to
+    1; mask bool [Hq, n, N]. r is the mass of the skipped tiles of a row of tiles. Returns out's shape and dtype.
     """
     heads = out.shape[0]
     length = torch.tensor(scene.tiling.lengths, device=out.device)
     skipped = mass * (scene.causal & ~mask)
     mean_v = Pages(scene.tiling, v.device).lay(v).sum(2) / length[:, None]  # [Hkv, N, D]
-    weighted = torch.matmul(skipped.view(v.shape[0], -1, len(scene)), mean_v).view(heads, len(scene), -1)
+    weighted = torch.matmul(skipped.view(v.shape[0], -1, len(scene)), mean_v).view(heads, len(scene.queries), -1)
     added = torch.cat([skipped.sum(-1, keepdim=True), weighted], -1)
-    rows = added.repeat_interleave(length, dim=1, output_size=out.shape[1])
+    rows = added.repeat_interleave(length[scene.first :], dim=1, output_size=out.shape[1])
     return (out.float() * (1 - rows[..., :1]) + rows[..., 1:]).to(out.dtype)

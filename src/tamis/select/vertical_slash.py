@@ -4,7 +4,7 @@ As published, one estimate from the prompt's last 64 rows serves all rows; the f
 diagonals are always kept. There each line is a token wide; here lines are pooled into tile-wide columns and bands of
 the same total width, and ranked by their mass. The published budget is found per head by an offline search, which is
 not repeated here: every head gets the same one. Rows outside documents are dense, and what lies outside documents is
-kept, as for every selector here.
+kept, as for every selector here. In chunks each chunk decides from its own last rows, which is closer to them.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class VerticalSlash:
         """See `Selector.select`."""
         p = last_rows(q, k, scale, self.rows)
         columns, bands = per_tile(p.mean(1), scene), per_band(diagonals(p), scene)
-        vertical, slash = self.widths(q.shape[1])
+        vertical, slash = self.widths(k.shape[1])
         tile = scene.tiling.tile
         mask = top(columns, -(-vertical // tile))[:, None, :] | on_bands(top(bands, -(-slash // tile)), scene)
         start = torch.tensor(scene.tiling.starts, device=q.device)
         sink = start[:-1] < SINK_TOKENS
-        window = start[:-1, None] - start[None, 1:] + 1 < WINDOW_TOKENS
+        window = start[scene.first : -1, None] - start[None, 1:] + 1 < WINDOW_TOKENS
         return ((mask | sink | window) & scene.causal) | scene.always
 
     def widths(self, n_tokens: int) -> tuple[int, int]:
@@ -58,10 +58,11 @@ class VerticalSlash:
 
 
 def last_rows(q: torch.Tensor, k: torch.Tensor, scale: float, rows: int) -> torch.Tensor:
-    """float32 [Hq, R, T]: causal attention probabilities of the last min(rows, T) rows of q [Hq, T, D]."""
-    n = q.shape[1]
-    rows = min(rows, n)
-    picked = (q[:, n - rows :].float() * scale).reshape(k.shape[0], -1, q.shape[2])
+    """float32 [Hq, R, T]: causal attention probabilities of the last R = min(rows, C) rows of q [Hq, C, D], whose last
+    one is at the place of the last key of k [Hkv, T, D]."""
+    n = k.shape[1]
+    rows = min(rows, q.shape[1])
+    picked = (q[:, q.shape[1] - rows :].float() * scale).reshape(k.shape[0], -1, q.shape[2])
     s = torch.matmul(picked, k.float().mT).view(q.shape[0], rows, n)
     position = torch.arange(n, device=q.device)
     return s.masked_fill_(position > position[n - rows :, None], float("-inf")).softmax(-1)
@@ -91,9 +92,9 @@ def per_band(per_distance: torch.Tensor, scene: Scene) -> torch.Tensor:
 
 
 def on_bands(chosen: torch.Tensor, scene: Scene) -> torch.Tensor:
-    """bool [H, N, N]: the middle of the tile, at the distance of the two starts, lies on a chosen band [H, bands]."""
+    """bool [H, n, N]: the middle of the tile, at the distance of the two starts, lies on a chosen band [H, bands]."""
     start = torch.tensor(scene.tiling.starts[:-1], device=chosen.device)
-    band = (start[:, None] - start).clamp(min=0) // scene.tiling.tile
+    band = (start[scene.first :, None] - start).clamp(min=0) // scene.tiling.tile
     return chosen[:, band] & scene.causal
 
 

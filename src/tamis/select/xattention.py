@@ -2,7 +2,8 @@
 
 As published, the choice is made over the whole causal area, local and cross-document tiles alike, and the diagonal and
 the first tile are always kept. Rows outside documents are dense, as for every selector here, so that the comparison is
-about the documents' rows; what lies outside documents is kept too, which in a usual prompt is that first tile.
+about the documents' rows; what lies outside documents is kept too, which in a usual prompt is that first tile. Each
+query tile decides for itself, so a prompt in chunks gets the tiles of the whole prompt.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class XAttention:
 
 
 def antidiagonal_mass(q: torch.Tensor, k: torch.Tensor, scale: float, scene: Scene, stride: int) -> torch.Tensor:
-    """float32 [Hq, N, N]: softmax over mean antidiagonal scores of stride x stride groups, summed tile by tile.
+    """float32 [Hq, n, N]: softmax over mean antidiagonal scores of stride x stride groups, summed tile by tile.
 
     Rows of tiles outside documents are zero. Groups are counted from the start of a tile; one that a short tile cuts
     off is judged by the pairs that it has.
@@ -51,21 +52,24 @@ def antidiagonal_mass(q: torch.Tensor, k: torch.Tensor, scale: float, scene: Sce
     tile = scene.tiling.tile
     if tile % stride:
         raise InvalidInput(f"stride is {stride} and the tile {tile} tokens; give a stride that divides the tile.")
-    pages, heads, kv_heads, per_tile = Pages(scene.tiling, q.device), q.shape[0], k.shape[0], tile // stride
+    pages, own_pages = Pages(scene.tiling, q.device), Pages(scene.queries, q.device)
+    heads, kv_heads, per_tile = q.shape[0], k.shape[0], tile // stride
     real = pages.real.view(-1, stride).float()  # [groups, stride]
     keys = pages.lay(k).view(kv_heads, -1, stride * k.shape[2])
-    rows = pages.lay(q).view(heads, -1, stride, q.shape[2]).flip(2).reshape(heads, -1, stride * q.shape[2])
+    rows = own_pages.lay(q).view(heads, -1, stride, q.shape[2]).flip(2).reshape(heads, -1, stride * q.shape[2])
     number = torch.arange(keys.shape[1], device=q.device)
-    mass = torch.zeros(heads, len(scene), len(scene), device=q.device)
+    mass = torch.zeros(heads, len(scene.queries), len(scene), device=q.device)
     for strip in strips(scene, heads * per_tile * per_tile, q.device):
-        seen = strip.stop * per_tile
-        own = slice(strip.start * per_tile, seen)
+        tiles = scene.first + strip.stop
+        seen = tiles * per_tile
+        own = slice((scene.first + strip.start) * per_tile, seen)
         n = seen - own.start
-        s = torch.matmul(rows[:, own].reshape(kv_heads, -1, rows.shape[2]), keys[:, :seen].mT).view(heads, n, seen)
+        picked = rows[:, strip.start * per_tile : strip.stop * per_tile]
+        s = torch.matmul(picked.reshape(kv_heads, -1, rows.shape[2]), keys[:, :seen].mT).view(heads, n, seen)
         pairs = real[own].flip(1) @ real[:seen].T
         s = s * (scale / pairs.clamp(min=1))
         hidden = (pairs == 0) | (number[:seen] > number[own, None])
         p = s.masked_fill_(hidden, float("-inf")).softmax(-1).nan_to_num_(0.0)  # NaN: a group that sees nothing
-        sums = p.view(heads, n // per_tile, per_tile, strip.stop, per_tile).sum((2, 4))
-        mass[:, strip, : strip.stop] = sums
+        sums = p.view(heads, n // per_tile, per_tile, tiles, per_tile).sum((2, 4))
+        mass[:, strip, :tiles] = sums
     return mass

@@ -1,13 +1,16 @@
 """`attach`: SIFT for a transformers model that somebody else calls, `generate` included.
 
 The prompt is the caller's: documents are found in it by their token ids. What is not found, or a pass that no plan
-fits (a batch, padding, a chunk), runs the stock attention, and the report says so.
+fits (a batch, padding, a chunk that ends inside a tile), runs the stock attention, and the report says so. Chunks that
+fit (`generate(prefill_chunk_size=…)`) have one report together.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +24,7 @@ from tamis.attention.policy import Policy
 from tamis.attention.report import PrefillReport
 from tamis.core.errors import InvalidInput
 from tamis.index.store import RecordStore
+from tamis.integrations.hf.chunks import NOT_FOUND, Begun, fit, whole_documents
 from tamis.model.family import geometry
 from tamis.prompt.segments import Prompt, find_documents
 
@@ -80,6 +84,8 @@ class Attached:
             raise
         self._indexer = Indexer(model, self._switch, self._store, spec, prefix)
         self._running: tuple[Plan, Any] | None = None
+        self._begun: Begun | None = None
+        self._continued: Plan | None = None  # a plan whose report takes the place of the last one
         self._closed = False
         self._hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -119,30 +125,62 @@ class Attached:
         self._running = (plan, running)
 
     def _plan(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> Plan:
-        prompt = _find(ids[0].tolist(), self.documents)
-        missing = len(self.documents) - len(prompt.documents)
         mask = kwargs.get("attention_mask")
         cache = kwargs.get("cache", kwargs.get("past_key_values"))  # renamed in transformers 5.24
-        reason = ""
+        begun, self._begun = self._begun, None
+        past = int(cache.get_seq_length()) if cache is not None else 0
+        tokens, reason = ids[0].tolist(), ""
         if ids.shape[0] != 1:
             reason = f"a batch of {ids.shape[0]} prompts; a sparse prefill takes one"
         elif mask is not None and mask.dim() == 2 and not bool(mask.all()):
             reason = "the prompt is padded"
-        elif cache is not None and cache.get_seq_length() > 0:
+        elif past and (begun is None or not begun.goes_on(cache)):
             reason = "the prompt goes on after cached tokens"
-        if reason:
-            return Plan(prompt, self.policy, None, reason if self.policy.prefill != "dense" else "")
-        plan = plan_prefill(self.model, prompt, self.policy, lambda: self._indexer, measure_recall=self._measure_recall)
+        if not reason:
+            so_far = [*begun.tokens, *tokens] if past and begun is not None else tokens
+            plan = self._plan_chunk(so_far, past, begun if past else None)
+            if plan is not None:
+                self._continued = plan if past and begun is not None and begun.job else None
+                self._begun = Begun(weakref.ref(cache), so_far, plan) if cache is not None else None
+                return plan
+            reason = "the prompt goes on after cached tokens, with a chunk that begins or ends inside a tile"
+        dense = Plan(_find(tokens, self.documents), self.policy, None, reason if self.policy.prefill != "dense" else "")
+        if past and begun is not None and cache is not None and begun.goes_on(cache):
+            self._begun = Begun(begun.cache, [*begun.tokens, *tokens], dense)
+        return dense
+
+    def _plan_chunk(self, tokens: list[int], past: int, begun: Begun | None) -> Plan | None:
+        """The plan of tokens[past:], behind what has `begun`. None: a chunk that fits no tiles."""
+        found = _find(tokens, self.documents)
+        # the chunk may end inside a document; if not on a border of its tiles, that document's rows are dense
+        sparse = False
+        for prompt in dict.fromkeys((whole_documents(found, self.documents, self.policy.tile), found)):
+            plan = self._plan_prompt(prompt)
+            if fit(plan, past, len(tokens), begun):
+                return None if past and sparse and plan.job is None else plan
+            sparse = True
+        return None
+
+    def _plan_prompt(self, prompt: Prompt) -> Plan:
+        policy = replace(self.policy, chunk_tokens=None)  # the caller makes the passes
+        plan = plan_prefill(self.model, prompt, policy, lambda: self._indexer, measure_recall=self._measure_recall)
+        missing = len(self.documents) - len(prompt.documents)
         if missing and self.policy.prefill != "dense":
-            plan.fallbacks.append(f"{missing} of {len(self.documents)} documents do not stand in the prompt")
+            plan.fallbacks.append(f"{missing} of {len(self.documents)} {NOT_FOUND}")
             if plan.reason and not prompt.documents:
                 plan.reason = f"{plan.reason}; {plan.fallbacks[-1]}"
         return plan
 
     def _after(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
         plan = self._end_pass()
-        if plan is not None and output is not None:  # None: the pass raised
-            self.reports.append(plan.report())
+        if plan is None:
+            return
+        if output is None:  # the pass raised
+            self._begun = None
+            return
+        if plan is self._continued:
+            self.reports.pop()
+        self.reports.append(plan.report())
 
     def _end_pass(self) -> Plan | None:
         if self._running is None:

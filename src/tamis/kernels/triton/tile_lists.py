@@ -2,8 +2,8 @@
 
 Joins what every prompt has (which tile is whose), what documents bring (stored bits) and what sampled rows saw.
 
-Alphabet: N tiles, NP the same padded to a power of two, NS sampled query tiles, S sampled rows of a tile, U of them at
-a time, T tokens of a whole tile.
+Alphabet: N key tiles, NQ query tiles (the last of them), NP key tiles padded to a power of two, NS sampled query
+tiles, S sampled rows of a tile, U of them at a time, T tokens of a whole tile.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from tamis.kernels.selection import Bits, Choice, Places
+from tamis.kernels.selection import BAR_TILES as ROW_TILES
+from tamis.kernels.selection import Bars, Bits, Choice, Places
 
 ALL = tl.constexpr(Choice.ALL)
 STORED = tl.constexpr(Choice.STORED)
 SAMPLED = tl.constexpr(Choice.SAMPLED)
+BAR_TILES = tl.constexpr(float(ROW_TILES))
 NOTHING = tl.constexpr(-60000.0)
+NO_BARS = Bars()
 # quarterings of the range of a float's bits: the last of the tiles taken may be 2**-14 lighter than it must be
 STEPS = tl.constexpr(11)
 
@@ -54,13 +57,37 @@ def _heaviest(free, missing):
 
 @triton.jit
 def kernel(
-    sums, la, ca, la_row, entry, document, slot, entries, count, masked, area, share, theta, N, NS, stride, la_head,
-    MODE: tl.constexpr, BITS: tl.constexpr, NP: tl.constexpr, T: tl.constexpr, S: tl.constexpr, U: tl.constexpr
+    sums,
+    la,
+    ca,
+    la_row,
+    entry,
+    document,
+    slot,
+    entries,
+    count,
+    masked,
+    area,
+    share,
+    theta,
+    power,
+    N,
+    NQ,
+    NS,
+    stride,
+    la_head,
+    ca_head,
+    MODE: tl.constexpr,
+    BITS: tl.constexpr,
+    NP: tl.constexpr,
+    T: tl.constexpr,
+    S: tl.constexpr,
+    U: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    h = pid // N
-    i = N - 1 - pid % N
-    cell = h * N + i
+    h = pid // NQ
+    i = N - 1 - pid % NQ
+    cell = h * NQ + i - (N - NQ)
     o = tl.arange(0, NP)
     causal = o <= i
     e = tl.load(entry + o, mask=causal, other=0)
@@ -79,14 +106,17 @@ def kernel(
         chosen = chosen | local
         if MODE == STORED:
             if BITS:
-                cross = cross & (tl.load(ca + h * N + o, mask=cross, other=0) != 0)
+                cross = cross & (tl.load(ca + h * ca_head + o, mask=cross, other=0) != 0)
             chosen = chosen | cross
         if MODE == SAMPLED:
             base = sums + (h * NS + tl.load(slot + i)).to(tl.int64) * S * stride
             mass = _mass(base, o, causal & (own >= 0), stride, S, U, NP)
             # a share of 1 is asked for as 2: everything that holds any mass, whatever the sums' rounding
             missing = share * tl.sum(mass, 0) - tl.sum(tl.where(chosen, mass, 0.0), 0)
-            worth = cross & (mass >= theta * length.to(tl.float32) / T)
+            # a bar of 1 at most, but a theta above it, which no tile reaches, stays
+            bar = theta * tl.math.exp2(power * tl.math.log2(BAR_TILES / (i + 1)))
+            bar = tl.minimum(bar, tl.maximum(theta, 1.0))
+            worth = cross & (mass >= bar * length.to(tl.float32) / T)
             chosen = chosen | worth | _heaviest(tl.where(cross, mass, 0.0), missing)
     # tiles that need the element mask first, and inside each kind from late to early keys; both counted in one scan
     near = chosen & ((o == i) | (length < T))
@@ -110,29 +140,45 @@ def tile_lists(
     *,
     bits: Bits | None = None,
     sums: torch.Tensor | None = None,
-    share: float = 1.0,
-    theta: float = 2.0,
+    bars: Bars = NO_BARS,
     warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """entries [Hq, N, N], count, masked and area [Hq, N] as `TileLists` holds them, int32, for `heads` query heads.
+    """entries [Hq, NQ, N], count, masked and area [Hq, NQ] as `TileLists` holds them, int32, for `heads` query heads.
 
-    sums [Hq, NS, S, N] is what `tile_scores` gives for the tiles that lie in documents, and `share` the part of their
-    mass to keep (`Choice.SAMPLED` alone; values from 1 on keep every tile that holds any). Whatever the share, tiles
-    whose mass is at least `theta` are kept too (for a short tile in proportion less; above 1 means none). Without
-    `bits` every tile of a document's own attention is local and every page is offered. At most `selection.MAX_TILES`
-    tiles.
+    The NQ query tiles are those from `places.first` on.
+    sums [Hq, NS, S, N] is what `tile_scores` gives for those that lie in documents, and `bars` says which of the
+    tiles they see are kept (`Choice.SAMPLED` alone). Without `bits` every tile of a document's own attention is local
+    and every page is offered. At most `selection.MAX_TILES` tiles.
     """
     n = places.entry.numel()
-    made = [torch.empty((heads, n), dtype=torch.int32, device=places.entry.device) for _ in range(3)]
-    entries = torch.empty((heads, n, n), dtype=torch.int32, device=places.entry.device)
+    n_q = n - places.first
+    made = [torch.empty((heads, n_q), dtype=torch.int32, device=places.entry.device) for _ in range(3)]
+    entries = torch.empty((heads, n_q, n), dtype=torch.int32, device=places.entry.device)
     padded = max(16, triton.next_power_of_2(n))
     samples = 1 if sums is None else sums.shape[2]
     warps = warps or (max(1, padded // 1024) if choice is Choice.SAMPLED else max(1, min(4, padded // 128)))
     nothing = places.entry
-    kernel[(heads * n,)](
-        nothing if sums is None else sums, *((nothing,) * 3 if bits is None else (bits.la, bits.ca, bits.row)),
-        places.entry, places.owner, places.slot, entries, *made, 2.0 if share >= 1 else share, theta,
-        n, *((0, 0) if sums is None else (sums.shape[1], sums.stride(2))), 0 if bits is None else bits.la.stride(0),
-        int(choice), bits is not None, padded, places.tile, samples, min(samples, 4), num_warps=warps,
+    kernel[(heads * n_q,)](
+        nothing if sums is None else sums,
+        *((nothing,) * 3 if bits is None else (bits.la, bits.ca, bits.row)),
+        places.entry,
+        places.owner,
+        places.slot,
+        entries,
+        *made,
+        2.0 if bars.share >= 1 else bars.share,
+        float(bars.theta),
+        float(bars.power),
+        n,
+        n_q,
+        *((0, 0) if sums is None else (sums.shape[1], sums.stride(2))),
+        *((0, 0) if bits is None else (bits.la.stride(0), bits.ca.stride(0))),
+        int(choice),
+        bits is not None,
+        padded,
+        places.tile,
+        samples,
+        min(samples, 4),
+        num_warps=warps,
     )
     return entries, made[0], made[1], made[2]

@@ -54,7 +54,7 @@ def _log_sum(b_q, b_k, position, entry, near, scale, BN: tl.constexpr, PRECISION
 
 @triton.jit
 def kernel(
-    q, k, out, tiles, rows, entries, scale, TK, stride, NS, NB, NC, G, q_head, q_row, k_head, k_row,
+    q, k, out, tiles, rows, entries, scale, q_offset, TK, stride, NS, NB, NC, G, q_head, q_row, k_head, k_row,
     S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr
 ):
@@ -76,7 +76,7 @@ def kernel(
         o_d = tl.arange(0, DP)
         # [BM, DP]
         b_q = tl.load(
-            q + h.to(tl.int64)[:, None] * q_head + position.to(tl.int64)[:, None] * q_row + o_d[None, :],
+            q + h.to(tl.int64)[:, None] * q_head + (position - q_offset).to(tl.int64)[:, None] * q_row + o_d[None, :],
             mask=inside[:, None] & (o_d < D)[None, :], other=0.0
         )
         p_out = out + ((h * NS + t).to(tl.int64) * S + r % S) * stride
@@ -127,14 +127,15 @@ def tile_scores(
 ) -> torch.Tensor:
     """Log-sums [Hq, NS, S, NK] of the scores between sampled rows and the key tiles that they see.
 
-    q [Hq, T, D] and k [Hkv, T, D], D contiguous, in bf16, fp16, fp32 or one float8 kind (`scale` then includes what
-    undoes their scaling); tiles int32 [NS], increasing: the query tiles that are sampled; rows int32 [NS, S]: token
-    positions, each inside its tile; places: the NK key tiles, cut like the query tiles. Element [h, t, i, j] is log2
+    q [Hq, C, D] and k [Hkv, T, D], D contiguous, in bf16, fp16, fp32 or one float8 kind (`scale` then includes what
+    undoes their scaling); q's rows are the last C = T - places.q_offset tokens. tiles int32 [NS], increasing: the query
+    tiles that are sampled, counted as key tiles; rows int32 [NS, S]: token positions in the prompt, each inside its
+    tile; places: the NK key tiles, cut like the query tiles. Element [h, t, i, j] is log2
     of the sum over tile j's keys of exp(scale * score) of head h's row rows[t, i], less the same of tile 0, in `dtype`;
     -60000 or less stands for "sees nothing of it". Elements with j > tiles[t] are not to be read. Tiles of 16, 32, 64
     or 128 tokens; NS > 0.
     """
-    heads, n_tokens, dim = q.shape
+    heads, _, dim = q.shape
     group = heads // k.shape[0]
     n_sampled, samples = rows.shape
     n_keys, tile = places.entry.numel(), places.tile
@@ -147,7 +148,8 @@ def tile_scores(
     chunks = triton.cdiv(n_keys, cut.chunk)
     keys = TensorDescriptor.from_tensor(k, [1, tile, padded]) if cut.tma else k
     kernel[(k.shape[0] * blocks * chunks,)](
-        q, keys, out, tiles, rows, places.entry, scale * LOG2E, n_tokens, room, n_sampled, blocks, chunks, group,
+        q, keys, out, tiles, rows, places.entry, scale * LOG2E, places.q_offset, k.shape[1], room,
+        n_sampled, blocks, chunks, group,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         samples, dim, padded, cut.rows, tile, cut.chunk, cut.stages, cut.tma,
         "ieee" if q.dtype == torch.float32 else "tf32", num_warps=cut.warps, num_stages=cut.stages,

@@ -26,7 +26,7 @@ from selection_cases import Case, dense_lse, list_error, qk, scene_of, score_err
 
 from tamis.kernels.lists import Tiling
 from tamis.kernels.reference.tile_statistics import tile_statistics as reference
-from tamis.kernels.selection import Choice
+from tamis.kernels.selection import Bars, Choice
 from tamis.kernels.statistics import tile_statistics
 from tamis.kernels.triton.tile_lists import tile_lists
 from tamis.kernels.triton.tile_scores import Cut, tile_scores
@@ -119,7 +119,7 @@ def tune(case: Case) -> None:
     for choice in (Choice.STORED, Choice.SAMPLED):
         for warps in (1, 2, 4):
             run = functools.partial(
-                tile_lists, device.places, HEADS[0], choice, bits=bits, sums=sums, share=0.9, warps=warps
+                tile_lists, device.places, HEADS[0], choice, bits=bits, sums=sums, bars=Bars(0.9), warps=warps
             )
             print(f"tune lists {choice.name} {warps} warps: {median(run):.3f} ms", flush=True)
 

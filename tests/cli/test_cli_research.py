@@ -41,6 +41,14 @@ def test_research(tamis: Run, failed: Run, model_folder: str, data: Path, tmp_pa
     assert "left no time" in failed(*common, "--variants", "stored", "--deadline-s", 0)
 
 
+def test_a_stretched_context(tamis: Run, failed: Run, model_folder: str, data: Path) -> None:
+    common = ["eval", "research", "--data", data, "--model", model_folder, "--limit", 1, "--variants", "none"]
+    plain, stretched = tamis(*common, "--json").json, tamis(*common, "--yarn", 4, "--json").json
+    assert stretched["case"] == plain["case"].replace("/q/own", "+yarn4/q/own")
+    assert stretched["variants"]["none"]["kl"]["mean"] != plain["variants"]["none"]["kl"]["mean"]
+    assert "YaRN factor is 1.0" in failed(*common, "--yarn", 1)
+
+
 def test_calibrate(tamis: Run, failed: Run, model_folder: str, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "t.json"
     common = ["eval", "calibrate", "--data", data, "--model", model_folder, "--tokens", 600, "--limit", 1, "--out", out]

@@ -34,7 +34,7 @@ def test_out_is_written_by_kernels_that_make_their_own(kernel):
 
 def test_available_names_every_kernel_and_gives_reasons():
     found = dispatch.available()
-    assert list(found) == ["gluon", "cpu", "triton", "reference"]
+    assert list(found) == ["gluon", "cpu", "triton", "fa4", "reference"]
     assert found["cpu"] is None
     assert found["reference"] is None
 

@@ -18,6 +18,8 @@ from tamis.core.errors import InvalidInput, NothingFound
 from tamis.kernels.lists import TileLists, lists_from_mask, tile_areas
 from tamis.select.scene import Scene
 
+NEAR = 0.05  # a prompt longer by less is not beyond its recording: asked for 32,768 tokens, texts give 32,000
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -44,6 +46,16 @@ class Recorded:
         ranked = sorted(mine, reverse=True)
         picks = [ranked[min(len(ranked) - 1, int((h + 0.5) * len(ranked) / heads))] for h in range(heads)]
         return torch.tensor(picks)
+
+    def note(self, tokens: int) -> str:
+        """Where the densities come from, for a prompt of `tokens` tokens."""
+        text = f"densities of {self.model} at {self.tokens} tokens, KL {self.kl:.3f}"
+        if self.tokens < tokens * (1 - NEAR):
+            text += f"; {tokens} tokens are beyond what was recorded: the densities are those of {self.tokens} tokens"
+        return text
+
+
+EVERY_TILE = Recorded("any", "none", "all", 0, 0, 0.0, 1.0, ((1.0,),))  # what `all` computes needs no recording
 
 
 def save(recorded: list[Recorded], path: Path | str) -> None:

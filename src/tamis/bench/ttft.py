@@ -1,225 +1,46 @@
 """Time to first token of whole models of real shapes, dense against sparse prefill, in one run on one GPU.
 
-The sparse run executes its selection and list building in full, on the model's own queries and keys, and then attends
-over lists of recorded densities (`bench.densities`): with random weights the selector's own choice means nothing.
+Knows models of random weights and jobs to time on them; which densities are replayed is `bench.densities`' matter.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
 
 from tamis.attention.hook import Job, Switch, install
-from tamis.attention.prefill import SparsePrefill
-from tamis.bench.densities import Recorded, lists_of_density, load, nearest
+from tamis.bench.clock import Clock
+from tamis.bench.dense import Attention, Heads, dense_functions
+from tamis.bench.densities import EVERY_TILE, Recorded, lists_of_density, load, nearest
 from tamis.bench.energy import EnergyMeter
+from tamis.bench.fp8 import Fp8Linear, to_fp8
+from tamis.bench.fuse import fuse
+from tamis.bench.peer import PeerTime, load_peers, nearest_peers
+from tamis.bench.replay import Dense, Question, Replay, bench_prompt, random_question, selector_of
 from tamis.bench.results import Row
-from tamis.bench.shapes import fuse, random_model, to_fp8
-from tamis.core.errors import Unavailable
-from tamis.index.encode import Bits
-from tamis.kernels import dispatch
-from tamis.kernels.lists import TileLists, counted
-from tamis.prompt.segments import Kind, Prompt
-from tamis.select import SELECTORS
-from tamis.select.sampled import Sampled
-from tamis.select.scene import Scene, Selector
-from tamis.select.variants import GlobalThreshold
+from tamis.bench.shapes import choose_experts, experts_of, random_model, shape_of
+from tamis.bench.ttft_report import Comparison, Timed, TtftResult, compare
+from tamis.core.errors import InvalidInput
+from tamis.kernels.lists import counted
 
-PREFIX_TOKENS, QUESTION_TOKENS, DOCUMENT_TOKENS = 64, 128, 1024
-LA_SHARE, CA_SHARE = 0.9, 0.5  # of the random stored bits that are set; only their number matters to the time
-
-
-@dataclass
-class Clock:
-    """Device time of parts of a pass, read once at the end so that nothing waits in between."""
-
-    cuda: bool
-    spans: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Time what is launched inside."""
-        begin = self._mark()
-        yield
-        self.spans.setdefault(name, []).append((begin, self._mark()))
-
-    def seconds(self) -> dict[str, float]:
-        """Total of each part."""
-        if self.cuda:
-            torch.cuda.synchronize()
-            return {n: sum(a.elapsed_time(b) for a, b in s) / 1e3 for n, s in self.spans.items()}
-        return {n: sum(b - a for a, b in s) for n, s in self.spans.items()}
-
-    def _mark(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-
-@dataclass
-class Dense:
-    """Dense attention by a function of q [Hq, T, D], k, v [Hkv, T, D] and the scale."""
-
-    run: Callable[..., torch.Tensor]
-    clock: Clock
-
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, None]:
-        """See `Job.attend`."""
-        with self.clock.part("attention"):
-            return self.run(q, k, v, scale), None
-
-
-@dataclass
-class Replay:
-    """Selects for real, then attends over the layer's prepared lists."""
-
-    chosen: SparsePrefill
-    lists: list[TileLists]
-    clock: Clock
-
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, None]:
-        """See `Job.attend`."""
-        with self.clock.part("selection"):
-            self.chosen.lists(layer, q, k, scale)
-        with self.clock.part("attention"):
-            return dispatch.block_sparse_attention(q, k, v, self.lists[layer], scale)[0], None
-
-
-def dense_functions(device: torch.device) -> dict[str, Callable[..., torch.Tensor]]:
-    """Every dense attention that runs here: flash-attn-4, cuDNN, and our kernel with every tile listed."""
-    found: dict[str, Callable[..., torch.Tensor]] = {}
-    if device.type == "cuda":
-        with contextlib.suppress(ImportError):
-            from flash_attn.cute.interface import _flash_attn_fwd
-
-            def fa4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-                q, k, v = (t.transpose(0, 1)[None].contiguous() for t in (q, k, v))
-                out: torch.Tensor = _flash_attn_fwd(q, k, v, causal=True, softmax_scale=scale)[0]
-                return out[0].transpose(0, 1)
-
-            found["dense-fa4"] = fa4
-
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-            with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-                return torch.nn.functional.scaled_dot_product_attention(
-                    q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
-                )[0]
-
-        found["dense-cudnn"] = cudnn
-
-    def own(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        return dispatch.causal_attention(q, k, v, scale)[0]
-
-    return found | {"dense-tamis": own}
-
-
-def selector_of(variant: str) -> Selector:
-    """The selector that a recorded variant names, in the form that has kernels: sampled (rows, mass) or stored."""
-    name, _, rest = variant.partition(":")
-    options = dict(part.split("=") for part in rest.split(",") if part)
-    if name == "sampled":
-        return Sampled(rows=int(options.get("rows", 8)), mass=float(options.get("mass", 0.9)))
-    if name == "threshold":
-        return GlobalThreshold(float(options.get("theta", 0.01)), 0.5, int(options.get("rows", 8)))
-    selector: Selector = SELECTORS.get(name)()
-    return selector
-
-
-def bench_prompt(tokens: int, vocabulary: int) -> Prompt:
-    """Random tokens: a prefix, documents of 1,024 tokens, a question; exactly `tokens` in all."""
-    draw = torch.Generator().manual_seed(0)
-    room = tokens - PREFIX_TOKENS - QUESTION_TOKENS
-    if room < DOCUMENT_TOKENS:
-        raise Unavailable(f"{tokens} tokens are too few; prefix, question and one document take 1,216.")
-    lengths = [DOCUMENT_TOKENS] * (room // DOCUMENT_TOKENS) + (
-        [room % DOCUMENT_TOKENS] if room % DOCUMENT_TOKENS else []
-    )
-    ids = torch.randint(0, vocabulary, (tokens,), generator=draw).tolist()
-    parts: list[tuple[Kind, list[int]]] = [(Kind.PREFIX, ids[:PREFIX_TOKENS])]
-    at = PREFIX_TOKENS
-    for n in lengths:
-        parts.append((Kind.DOCUMENT, ids[at : at + n]))
-        at += n
-    return Prompt.of([*parts, (Kind.QUESTION, ids[at:])])
-
-
-def random_scene(prompt: Prompt, layers: int, heads: int, device: torch.device) -> Scene:
-    """The prompt's tiles with random stored bits."""
-    draw = torch.Generator().manual_seed(1)
-    bits = []
-    for document in prompt.documents:
-        pages = -(-len(document.tokens) // 128)
-        la = torch.rand(layers, heads, pages, pages, generator=draw) < LA_SHARE
-        ca = torch.rand(layers, heads, pages, generator=draw) < CA_SHARE
-        bits.append(Bits((la | torch.eye(pages, dtype=torch.bool)).tril(), ca))
-    return Scene.of(prompt, bits, device=device)
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One provider at one length. Times in seconds, one per repetition; `parts` of the last one; joules per prefill."""
-
-    provider: str
-    tokens: int
-    ttft_s: tuple[float, ...]
-    parts: dict[str, float]
-    density: float
-    joules: float | None
-    note: str = ""
-
-    def rows(self, case: str, best_dense: Timed) -> list[Row]:
-        """For results/ttft.csv; speed-ups and energy ratios against the best dense provider of the same run."""
-        base, own = median(best_dense.ttft_s), median(self.ttft_s)
-        rows = [
-            Row.of(case, self.provider, "ttft_s", self.ttft_s, unit="s"),
-            Row.of(case, self.provider, "speedup", [base / t for t in self.ttft_s], unit="1"),
-            Row.of(case, self.provider, "density", [self.density], unit="1"),
-        ]
-        rows += [Row.of(case, self.provider, f"{n}_s", [s], unit="s") for n, s in self.parts.items()]
-        if "selection" in self.parts:
-            rows.append(Row.of(case, self.provider, "selection_share", [self.parts["selection"] / own], unit="1"))
-        if self.joules and best_dense.joules:
-            ratio = best_dense.joules * base / (self.joules * own)
-            rows.append(Row.of(case, self.provider, "joules", [self.joules], unit="J"))
-            rows.append(Row.of(case, self.provider, "edp_ratio", [ratio], unit="1"))
-            rows.append(Row.of(case, self.provider, "ed2p_ratio", [ratio * base / own], unit="1"))
-        return rows
-
-    def summary(self, case: str, best_dense: Timed) -> dict[str, Any]:
-        """Plain values, fit for JSON."""
-        own = median(self.ttft_s)
-        return {
-            "case": case,
-            "provider": self.provider,
-            "ttft_s": own,
-            "speedup": median(best_dense.ttft_s) / own,
-            "density": self.density,
-            "parts": self.parts,
-            "joules": self.joules,
-            "note": self.note,
-        }
+LEAST_ENERGY_S = 1.0  # the counter moves in steps of up to a tenth of a second
+Note = Callable[[str], None]
 
 
 class TtftBench:
     """A model of random weights on which providers are timed one after another."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, layers: int | None = None) -> None:
+        """layers: of the whole model that `model` is a slice of; None: it is whole."""
         self.model = model
         self.device = next(model.parameters()).device
+        built = model.config.num_hidden_layers
+        self.whole = (layers or built) / built
         self.switch: Switch
         self.switch, self._uninstall = install(model)
 
@@ -227,43 +48,64 @@ class TtftBench:
         """Put the stock attention back."""
         self._uninstall()
 
-    def dense(self, name: str, prompt: Prompt, repeats: int) -> Timed:
-        """Time one of `dense_functions`."""
-        run = dense_functions(self.device)[name]
-        return self._time(name, prompt, lambda clock: Dense(run, clock), 1.0, repeats)
+    def dense(self, name: str, run: Attention, question: Question, repeats: int) -> Timed:
+        """Time a dense attention."""
+        return self._time(name, question, lambda clock: Dense(run, clock), repeats)
 
-    def sparse(self, name: str, selector: Selector, recorded: Recorded, prompt: Prompt, repeats: int) -> Timed:
-        """Time `selector` with lists of the recorded densities."""
-        config = self.model.config
+    def sparse(self, name: str, recorded: Recorded, question: Question, repeats: int) -> Timed:
+        """Time the selector that the variant `name` names, with lists of the recorded densities."""
+        config, scene = self.model.config, question.scene()
         layers, heads = config.num_hidden_layers, config.num_attention_heads
-        scene = random_scene(prompt, layers, heads, self.device)
         draw = torch.Generator(device=self.device).manual_seed(2)
         lists = [lists_of_density(scene, recorded.of(i, layers, heads), draw) for i in range(layers)]
         density = sum(counted(x.area) for x in lists) / sum(x.causal_area for x in lists)
-        chosen = SparsePrefill(scene, selector)
-        note = f"densities of {recorded.model} at {recorded.tokens} tokens, KL {recorded.kl:.3f}"
-        made = self._time(name, prompt, lambda clock: Replay(chosen, lists, clock), density, repeats)
-        return Timed(made.provider, made.tokens, made.ttft_s, made.parts, made.density, made.joules, note)
+        selector, differs = selector_of(name)
+        made = self._time(name, question, lambda clock: Replay(question, selector, lists, clock), repeats)
+        if recorded is EVERY_TILE:
+            return replace(made, density=density, note=differs)
+        note = "; ".join(filter(None, [recorded.note(made.tokens), differs]))
+        return replace(made, density=density, recorded=(recorded.tokens, recorded.kl), note=note)
 
-    def _time(self, name: str, prompt: Prompt, job: Callable[[Clock], Job], density: float, repeats: int) -> Timed:
-        cuda = self.device.type == "cuda"
-        ids = torch.tensor([prompt.tokens], device=self.device)
-        times, clock = [], Clock(cuda)
-        meter = EnergyMeter(cuda)
-        for i in range(repeats + 1):
-            clock = Clock(cuda)
-            if i == 1:
-                meter.start()
-            begin = time.perf_counter()
-            with torch.inference_mode(), self.switch.running(job(clock), ids.shape[1]):
-                self.model(ids, logits_to_keep=1).logits[0, -1].argmax().item()
-            if i:
-                times.append(time.perf_counter() - begin)
+    def _time(self, name: str, question: Question, job: Callable[[Clock], Job], repeats: int) -> Timed:
+        ids = torch.tensor([question.prompt.tokens], device=self.device)
+        meter = EnergyMeter(self.device.type == "cuda")
+        self._pass(ids, job, split=False)  # compiles and warms up
+        meter.start()
+        begin = time.perf_counter()
+        passes = [self._pass(ids, job, split=False) for _ in range(repeats)]
+        more = 0
+        while meter.works and time.perf_counter() - begin < LEAST_ENERGY_S:
+            self._pass(ids, job, split=False)
+            more += 1
         joules = meter.stop()
+        total, parts = self._pass(ids, job, split=True)
+        parts["other"] = total - sum(parts.values())
         assert not self.switch.refused, f"the attention was not the one to be timed: {self.switch.refused}"
-        parts = clock.seconds()
-        parts["other"] = times[-1] - sum(parts.values())
-        return Timed(name, ids.shape[1], tuple(times), parts, density, joules / repeats if joules else None)
+        return Timed(
+            name,
+            ids.shape[1],
+            tuple(t for t, _ in passes),
+            tuple(spans["layers"] for _, spans in passes),
+            parts,
+            joules=joules / (repeats + more) if joules else None,
+            whole=self.whole,
+        )
+
+    def _pass(self, ids: torch.Tensor, job: Callable[[Clock], Job], *, split: bool) -> tuple[float, dict[str, float]]:
+        """Seconds of one prefill, and its parts: linear, attention and selection, or the layers as a whole."""
+        clock = Clock(self.device.type == "cuda", split)
+        layers = self.model.model.layers
+        pairs = [(m, m) for m in self._products()] if split else [(layers[0], layers[-1])]
+        with clock.watching("linear" if split else "layers", pairs), torch.inference_mode():
+            begin = time.perf_counter()
+            with self.switch.running(job(clock), ids.shape[1]):
+                self.model(ids, logits_to_keep=1).logits[0, -1].argmax().item()
+            took = time.perf_counter() - begin
+        return took, clock.seconds()
+
+    def _products(self) -> list[torch.nn.Module]:
+        linear = [m for m in self.model.modules() if isinstance(m, torch.nn.Linear | Fp8Linear)]
+        return [*linear, *experts_of(self.model)]
 
 
 @dataclass(frozen=True)
@@ -272,9 +114,10 @@ class Plan:
 
     shape      a name in `shapes.SHAPES`; `layers` of it, None for all
     lengths    prompt lengths in tokens
-    dense      names in `dense_functions`, or "all" alone
+    dense      names in `dense.MAKERS`, or "all" alone
     selectors  recorded variants, replayed from the file `densities`
     fp8        linear layers in float8, for dense and sparse alike
+    peer       file with another engine's times, see `peer.load_peers`
     """
 
     shape: str
@@ -286,41 +129,90 @@ class Plan:
     repeats: int = 3
     fp8: bool = False
     device: str | None = None
+    peer: str | None = None
+
+    def case(self, dtype: torch.dtype) -> str:
+        """Such as `llama-3.1-8b/bf16`, or `qwen3-235b-a22b-4-of-94-layers/bf16` for a slice; a length follows."""
+        whole = shape_of(self.shape).layers
+        part = f"-{self.layers}-of-{whole}-layers" if self.is_slice else ""
+        precision = "fp8" if self.fp8 else str(dtype).removeprefix("torch.").replace("bfloat16", "bf16")
+        return f"{self.shape}{part}/{precision}"
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether only some of the model's layers are built."""
+        return self.layers is not None and self.layers != shape_of(self.shape).layers
 
 
 def bench_ttft(
-    plan: Plan, note: Callable[[str], None] = lambda _: None, keep: Callable[[list[Row]], Any] = lambda _: None
-) -> list[dict[str, Any]]:
-    """Time every provider at every length; one dictionary each, and rows to `keep` after each length.
+    plan: Plan, note: Note = lambda _: None, keep: Callable[[list[Row]], Any] = lambda _: None
+) -> TtftResult:
+    """Time every provider at every length; rows go to `keep` after each length.
 
-    Raises UnknownName for a dense provider that does not run here and NothingFound for a variant without a recording.
+    Everything that can be wrong is found before a model is built: raises InvalidInput or NothingFound for a shape, a
+    provider, a variant, a length or a file that does not fit, and Unavailable for a dense provider that was asked for
+    by name and does not run here.
     """
     where = torch.device(plan.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-    recordings = [(name, load(plan.densities)) for name in plan.selectors if name]
-    model = random_model(plan.shape, device=str(where), dtype=dtype, layers=plan.layers)
-    if plan.fp8:
-        to_fp8(model)
-    if where.type == "cuda":
-        fuse(model)
-    names = list(dense_functions(where)) if list(plan.dense) == ["all"] else list(plan.dense)
-    precision = "fp8" if plan.fp8 else str(dtype).removeprefix("torch.").replace("bfloat16", "bf16")
-    kind = f"{plan.shape}-{plan.layers}-layers/{precision}" if plan.layers else f"{plan.shape}/{precision}"
-    bench = TtftBench(model)
-    made: list[dict[str, Any]] = []
+    shape, peers = shape_of(plan.shape), load_peers(plan.peer) if plan.peer else []
+    if peers and plan.is_slice:
+        raise InvalidInput(f"a peer runs whole models; {plan.case(dtype)} is a slice. Leave --peer or --layers out.")
+    variants = [name for name in plan.selectors if name]
+    recorded = load(plan.densities) if any(name != "all" for name in variants) else []
+    fits = {(v, n): EVERY_TILE if v == "all" else nearest(recorded, v, n) for v in variants for n in plan.lengths}
+    for name in variants:
+        selector_of(name)
+    prompts = {n: bench_prompt(n, shape.vocabulary) for n in plan.lengths}
+    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
+    dense, left_out = dense_functions(where, dtype, heads, plan.dense)
+    for name, why in left_out.items():
+        note(f"{name} is left out: {why}")
+    model, experts = _build(plan, where, dtype)
+    bench, result = TtftBench(model, shape.layers), TtftResult([], left_out, [], experts)
     try:
-        for n in plan.lengths:
-            prompt = bench_prompt(n, model.config.vocab_size)
-            timed = [bench.dense(name, prompt, plan.repeats) for name in names]
-            for name, recorded in recordings:
-                fits = nearest(recorded, name, n)
-                timed.append(bench.sparse(name, selector_of(name), fits, prompt, plan.repeats))
-            base = min((t for t in timed if t.provider in names), key=lambda t: median(t.ttft_s))
-            case = f"{kind}/{n}"
-            for t in timed:
-                keep(t.rows(case, base))
-                made.append(t.summary(case, base))
-                note(f"{case} {t.provider}: {median(t.ttft_s):.3f} s, {median(base.ttft_s) / median(t.ttft_s):.2f}x")
+        for n, prompt in prompts.items():
+            if where.type == "cuda":
+                torch.compiler.reset()  # it keeps a function for a few lengths only, then runs it uncompiled
+            question = random_question(prompt, model.config.num_hidden_layers, shape.heads, where)
+            full = [bench.dense(name, run, question, plan.repeats) for name, run in dense.items()]
+            sparse = [bench.sparse(name, fits[name, n], question, plan.repeats) for name in variants]
+            made, compared, rows = _report(f"{plan.case(dtype)}/{n}", full, sparse, nearest_peers(peers, n))
+            keep(rows)
+            result.results.extend(made)
+            result.peers.extend(compared)
+            for m in made:
+                note(f"{m['case']} {m['provider']}: {m['ttft_s']:.3f} s, {m['speedup']:.2f}x")
+            if peers and not compared:
+                note(f"the peer's file has no time within 1 % of {n} tokens")
     finally:
         bench.close()
-    return made
+    return result
+
+
+def _build(plan: Plan, where: torch.device, dtype: torch.dtype) -> tuple[Any, str]:
+    """The model, ready to be timed, and which product of experts it uses ("" without experts)."""
+    model = random_model(plan.shape, device=str(where), dtype=dtype, layers=plan.layers, context=max(plan.lengths))
+    experts = choose_experts(model) if experts_of(model) else ""
+    fuse(model, _compile if where.type == "cuda" else None)
+    if plan.fp8:
+        to_fp8(model)
+    return model, experts
+
+
+def _compile(function: Any) -> Any:
+    return torch.compile(function, dynamic=False)
+
+
+def _report(
+    case: str, full: list[Timed], sparse: list[Timed], peers: list[PeerTime]
+) -> tuple[list[dict[str, Any]], list[Comparison], list[Row]]:
+    base = min(full, key=lambda t: median(t.ttft_s))
+    made = [t.summary(case, base) for t in (*full, *sparse)]
+    rows = [row for t in (*full, *sparse) for row in t.rows(case, base)]
+    compared = []
+    for peer in peers:
+        comparison, theirs = compare(case, peer, base, sparse)
+        compared.append(comparison)
+        rows += theirs
+    return made, compared, rows

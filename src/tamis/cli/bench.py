@@ -80,40 +80,54 @@ def record_densities(
 
 @app.command()
 def ttft(
-    shape: Annotated[str, typer.Option(help="llama-3.1-8b, qwen3-8b, qwen2.5-14b or tiny.")] = "llama-3.1-8b",
+    shape: Annotated[
+        str, typer.Option(help="llama-3.1-8b, qwen3-8b, qwen2.5-14b, qwen3-235b-a22b, minimax-m2.5, tiny or tiny-moe.")
+    ] = "llama-3.1-8b",
     tokens: Annotated[str, typer.Option(help="Prompt lengths, comma-separated.")] = "32768,65536,131072",
-    dense: Annotated[str, typer.Option(help="Dense providers, or 'all' that run here.")] = "all",
+    dense: Annotated[
+        str, typer.Option(help="dense-fa4, dense-cudnn, dense-tamis, comma-separated; 'all' that run here.")
+    ] = "all",
     selectors: Annotated[
-        str, typer.Option(help="Recorded variants to replay, ';'-separated.")
-    ] = "sampled:rows=4,mass=0.9,local=sampled;sampled:mass=0.9,local=sampled",
+        str, typer.Option(help="Recorded variants to replay, and 'all' (every tile), ';'-separated.")
+    ] = "sampled:rows=4,mass=0.9,local=sampled;threshold:rows=4,theta=0.01,local=sampled",
     densities: Annotated[
         str, typer.Option(help="What `tamis bench record-densities` wrote.")
     ] = "results/densities/qwen2.5-coder-1.5b.json",
-    layers: Annotated[int | None, typer.Option(min=1, help="Build only so many layers.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Build a slice of so many layers; times are scaled by layers, too.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs after a warm-up.")] = 3,
     fp8: Annotated[bool, typer.Option("--fp8", help="Linear layers in float8, for dense and sparse alike.")] = False,
+    peer: Annotated[
+        str | None, typer.Option(help="JSON lines of another engine's times, measured in the same sitting.")
+    ] = None,
     results: Results = None,
     device: Device = None,
     json: Json = False,
 ) -> None:
     """Whole-model time to first token with random weights, dense against sparse, in one run."""
     from tamis.bench.ttft import Plan, bench_ttft
+    from tamis.bench.ttft_report import table
 
     def note(what: str) -> None:
         typer.echo(what, err=True)
 
-    lengths = [int(n) for n in tokens.split(",")]
     plan = Plan(
-        shape, lengths, dense.split(","), selectors.split(";"), densities, layers=layers, repeats=repeats, fp8=fp8,
-        device=device,
+        shape, lengths_of(tokens), dense.split(","), selectors.split(";"), densities, layers=layers, repeats=repeats,
+        fp8=fp8, device=device, peer=peer,
     )  # fmt: skip
     made = bench_ttft(plan, note, lambda rows: record(rows, "ttft", results))
-    if json:
-        print(jsonlib.dumps(made))
-        return
-    for row in made:
-        parts = "  ".join(f"{k} {v:.3f}" for k, v in row["parts"].items())
-        print(f"{row['case']:32} {row['provider']:44} {row['ttft_s']:8.3f} s  {row['speedup']:5.2f}x  {parts}")
+    print(jsonlib.dumps(made.to_dict()) if json else table(made))
+
+
+def lengths_of(text: str) -> list[int]:
+    """Prompt lengths written as `8192,32768`. Raises InvalidInput."""
+    from tamis.core.errors import InvalidInput
+
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and int(word) for word in words):
+        raise InvalidInput(f"tokens is {text!r}; give prompt lengths such as 8192,32768.")
+    return [int(word) for word in words]
 
 
 def record(rows: Sequence[Row], bench: str, folder: str | None) -> str | None:
@@ -126,3 +140,7 @@ def record(rows: Sequence[Row], bench: str, folder: str | None) -> str | None:
     command = " ".join(["tamis", *sys.argv[1:]])
     path = append_rows(rows, bench, machine=describe_machine(), command=command, folder=folder or "results")
     return str(path)
+
+
+from tamis.cli import bench_attention as _bench_attention  # noqa: E402, F401 - adds its command to `app`
+from tamis.cli import bench_index as _bench_index  # noqa: E402, F401 - adds its command to `app`

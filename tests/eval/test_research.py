@@ -14,10 +14,23 @@ from tamis.engine.llm import LLM
 from tamis.eval.demand import demand
 from tamis.eval.metrics import kl_divergence
 from tamis.eval.questions import Passage, Question
-from tamis.eval.research import METRICS, Bench, Study, calibrate_on, kl_rows, long_prompt, research, summarise
+from tamis.eval.research import (
+    METRICS,
+    Bench,
+    DensePass,
+    Study,
+    calibrate_on,
+    kl_rows,
+    long_prompt,
+    research,
+    scene_of,
+    summarise,
+)
 from tamis.eval.selectors import eval_selectors
 from tamis.eval.variants import DEFAULT_VARIANTS, Variant, parse_variant
+from tamis.kernels import dispatch
 from tamis.prompt.segments import Prompt
+from tamis.select.oracle import true_mass
 from tamis.select.rules import Share, Threshold
 from tamis.select.scene import Scene
 from tamis.select.variants import RowSampled
@@ -43,6 +56,8 @@ class TestParse:
         assert (found.spec, made.rows, made.paired) == ("sampled:rows=4,mass=0.95,paired=true", 4, True)
         made = parse_variant("threshold:theta=0.02,floor=0,reduce=max+mean").selector
         assert isinstance(made, RowSampled) and (made.rule, made.reduce) == (Threshold(0.02, 0), "max")
+        made = parse_variant("threshold:rows=4,theta=0.01,power=0.5").selector
+        assert isinstance(made, RowSampled) and (made.rule, made.rows) == (Threshold(0.01, power=0.5), 4)
         found = parse_variant("stored:alpha=0.1,gamma_ca=0.3")
         assert found.bits == {"alpha": 0.1, "gamma": 0.3} and not found.corrected
 
@@ -59,6 +74,7 @@ class TestParse:
             ("sampled:rows", "'rows' is not an option=value"),
             ("sampled:rows=4,rows=2", "'rows=2' is not an option=value of its own"),
             ("sampled:rows=200", "rows is 200"),
+            ("threshold:power=-1", "power is -1"),
             ("xattention+mean", "needs estimated masses"),
             ("sampled+median", "only \\+mean"),
             ("xattention:stride=wide", "variant xattention with"),
@@ -113,6 +129,19 @@ class TestRun:
         assert by["none"]["density"] < by["sampled:mass=0.5"]["density"] < 1
         assert by["none"]["kl"] > 1e-6 and by["none"]["recall"] < 0.999
         assert len(every["layers"]) == 2 and every["documents"] > 3 and 600 < every["tokens"] <= 700
+
+    def test_the_dense_pass_attends_once(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        scene = scene_of(llm, long_prompt(llm, QUESTIONS, 0, None), None)
+        n = scene.tiling.n_tokens
+        q, k, v = torch.randn(4, n, 64), torch.randn(2, n, 64), torch.randn(2, n, 64)
+        wanted = true_mass(q, k, 0.125, scene)
+        attend, calls = dispatch.causal_attention, []
+        monkeypatch.setattr(dispatch, "causal_attention", lambda *a, **b: calls.append(1) or attend(*a, **b))
+        dense = DensePass(scene)
+        out, lse = dense.attend(0, q, k, v, 0.125)
+        assert len(calls) == 1 and torch.equal(out, attend(q, k, v, 0.125)[0]) and lse.shape == (4, n)
+        torch.testing.assert_close(dense.truth[0], wanted)
+        torch.testing.assert_close(dense.truth[0].sum(-1), torch.ones(4, len(scene)))
 
     def test_the_same_as_eval_selectors(self, llm: LLM) -> None:
         scores = eval_selectors(llm, QUESTIONS[:1], ["stored", "sampled"], answer_tokens=0)

@@ -10,16 +10,19 @@ import pytest
 
 from tamis.core.errors import InvalidInput, NothingFound
 from tamis.engine.template import Template
-from tamis.eval.questions import Passage
+from tamis.eval.questions import Passage, Question
 from tamis.eval.tasks import (
     ANSWER_TOKENS,
     METRICS,
+    SHORT,
+    Fill,
     Item,
     Task,
     interleave,
     match_all,
     match_part,
     prompt_tokens,
+    qa_task,
     qa_tasks,
     question_files,
 )
@@ -98,3 +101,32 @@ def test_missing_sets_are_told(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}")
     with pytest.raises(InvalidInput, match="line 1"):
         qa_tasks(question_files([tmp_path]))
+
+
+class TestFill:
+    """Prompts filled with other questions' passages."""
+
+    def test_own_passages_stay_and_the_length_holds(self, llm):
+        questions = [
+            Question(f"q{i}", f"what is {i}?", ("x",), tuple(Passage(f"t{i}{j}", "word " * 12) for j in range(3)), (1,))
+            for i in range(6)
+        ]
+        item = qa_task("tiny", questions, 2, Fill(llm.template, 700)).make(0)
+        assert item.task == "qa/tiny/700"
+        assert set(questions[0].docs) <= set(item.docs)
+        assert len(item.docs) > 3
+        assert len(item.prompt(llm.template).tokens) <= 700
+        assert item == qa_task("tiny", questions, 2, Fill(llm.template, 700)).make(0)
+
+    def test_the_gold_passage_is_the_last_to_go(self, llm):
+        docs = tuple(Passage(f"t{j}", "word " * 12) for j in range(3))
+        questions = [Question("q", "what?", ("x",), docs, (2,))]
+        room = len(llm.template.prompt(f"what? {SHORT}", []).tokens) + len(
+            llm.template.document_tokens("t2", docs[2].text)
+        )
+        assert qa_task("tiny", questions, None, Fill(llm.template, room)).make(0).docs == (docs[2],)
+
+    def test_too_few_passages_is_an_error(self, llm):
+        questions = [Question("q", "what?", ("x",), (Passage("t", "word"),), (0,))]
+        with pytest.raises(InvalidInput, match="give more questions"):
+            qa_task("tiny", questions, None, Fill(llm.template, 500)).make(0)

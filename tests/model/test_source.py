@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from tamis.core.errors import InvalidInput, ModelNotFound, Unavailable
+from tamis.core.errors import ContextOverflow, InvalidInput, ModelNotFound, ModelUnsupported, Unavailable
+from tamis.engine.llm import LLM
 from tamis.model import source
-from tamis.model.family import geometry
+from tamis.model.family import geometry, with_yarn
 from tamis.model.fingerprint import fingerprint, tokens_hash
 from tamis.model.source import converted, load_model, locate
 from tiny_chat import tiny_tokenizer
@@ -71,6 +74,59 @@ class TestFolders:
         with pytest.raises(ModelNotFound, match=says) as e:
             load_model(str(tmp_path))
         assert "\n" not in str(e.value) and str(tmp_path) in str(e.value)
+
+
+class TestYarn:
+    @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+    def test_as_transformers_has_it(self, family: str, tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+        tiny_model(family).save_pretrained(tmp_path / "m")
+        tiny_tokenizer().save_pretrained(tmp_path / "m")
+        plain, yarn = load_model(str(tmp_path / "m")), load_model(str(tmp_path / "m"), yarn=4)
+        # the same by hand, as model cards say it: two entries of config.json
+        file = tmp_path / "m" / "config.json"
+        config = json.loads(file.read_text())
+        config["rope_parameters"] |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+        file.write_text(json.dumps(config | {"max_position_embeddings": 4 * 4096}))
+        ids = torch.arange(300)[None]
+        wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "m", attn_implementation="sdpa").eval()(ids).logits
+        assert torch.equal(yarn.model(ids).logits, wanted)
+        assert not torch.allclose(plain.model(ids).logits, wanted, atol=1e-2)
+        assert (plain.context_tokens, yarn.context_tokens) == (4096, 16384)
+        assert (geometry(plain.model.config).rotary, geometry(yarn.model.config).rotary) == ("default", "yarn")
+        assert yarn.name == f"{plain.name}+yarn4"
+
+    def test_has_a_fingerprint_of_its_own(self, saved: Path) -> None:
+        made = [load_model(str(saved), yarn=factor) for factor in (None, 2.0, 4.0)]
+        prints = [fingerprint(m.model, m.tokenizer) for m in made]
+        assert len(set(prints)) == len({p.rotary for p in prints}) == 3
+        assert len({(p.weights, p.architecture, p.tokenizer, p.dtype) for p in prints}) == 1
+
+    @pytest.mark.parametrize("factor", [1.0, 0.5, 0, -2.0, float("inf"), float("nan")])
+    def test_factors_that_cannot_be(self, saved: Path, factor: float) -> None:
+        with pytest.raises(InvalidInput, match=r"YaRN factor is .* above 1"):
+            load_model(str(saved), yarn=factor)
+
+    def test_only_plain_rotary_embeddings(self, tiny_model: Callable[..., Any], saved: Path) -> None:
+        config = load_model(str(saved), yarn=2).model.config
+        with pytest.raises(ModelUnsupported, match=r"rotary type 'yarn'"):
+            with_yarn(config, 2)
+        config.model_type = "gemma3"
+        with pytest.raises(ModelUnsupported, match=r"gemma3"):
+            with_yarn(config, 2)
+
+    def test_the_given_config_stays(self, tiny_model: Callable[..., Any]) -> None:
+        config = tiny_model("llama").config
+        before = config.to_dict()
+        made = with_yarn(config, 2.5)
+        assert config.to_dict() == before and made.max_position_embeddings == 10240
+
+    def test_llm(self, saved: Path) -> None:
+        with LLM(str(saved), yarn=2, device="cpu") as llm:
+            llm.runner.check_fits(8000)
+            with pytest.raises(ContextOverflow):
+                llm.runner.check_fits(8193)
+        with pytest.raises(InvalidInput, match=r"is loaded"):
+            LLM(load_model(str(saved)), yarn=2)
 
 
 class TestNames:

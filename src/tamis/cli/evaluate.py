@@ -9,7 +9,7 @@ import typer
 
 from tamis.cli import evaluate_answers, research
 from tamis.cli.bench import Results, record
-from tamis.cli.options import Device, Dtype, Json, Model, load, progress
+from tamis.cli.options import Device, Dtype, Json, Model, Yarn, load, progress
 
 app = typer.Typer(help="Measure quality. Rows go to results/ where that folder exists.", no_args_is_help=True)
 
@@ -38,6 +38,7 @@ def selectors(
     results: Results = None,
     device: Device = None,
     dtype: Dtype = None,
+    yarn: Yarn = None,
     json: Json = False,
 ) -> None:
     """Density, recall, KL, agreement, F1 and EM of every selector on the same questions, against dense."""
@@ -49,7 +50,7 @@ def selectors(
 
     questions = load_questions(data, limit)
     choices = {"rows": rows, "mass": mass, "alpha": alpha, "beta": beta, "gamma": gamma}
-    with load(model, device, dtype, **choices) as llm, progress("questions") as step:
+    with load(model, device, dtype, yarn, **choices) as llm, progress("questions") as step:
         scores = eval_selectors(
             llm, questions, [n.strip() for n in names.split(",")], answer_tokens=answer_tokens, note=step
         )

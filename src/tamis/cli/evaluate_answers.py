@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tamis.cli.bench import Results, record
-from tamis.cli.options import Device, Dtype, Json, Model, load, progress
+from tamis.cli.options import Device, Dtype, Json, Model, Yarn, load, progress
 from tamis.core.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 KINDS = ("qa", "needle", "ruler")
+Theta = Annotated[float, typer.Option(help="Attention mass from which threshold keeps a tile.")]
+Power = Annotated[float, typer.Option(help="How threshold's bar falls with the context, 0: not at all.")]
+Local = Annotated[str, typer.Option(help="Threshold's own tiles: by 'stored' bits, or 'sampled' like the rest.")]
 
 
 @app.command()
@@ -35,6 +38,9 @@ def answers(
     variants: Annotated[
         str, typer.Option(help="Comma-separated: dense (always first) and selectors.")
     ] = "dense,sampled,stored",
+    fill: Annotated[
+        int | None, typer.Option(min=64, help="Fill qa prompts to so many tokens with other questions' passages.")
+    ] = None,
     docs: Annotated[list[str] | None, typer.Option("--docs", help="Text for haystacks. Default: built-in.")] = None,
     seed: Annotated[int, typer.Option(help="Of needle and RULER items.")] = 0,
     answer_tokens: Annotated[
@@ -47,9 +53,13 @@ def answers(
     ] = None,
     rows: Annotated[int, typer.Option(help="Rows that sampled scores per tile.")] = 8,
     mass: Annotated[float, typer.Option(help="Share of the attention that sampled and oracle keep.")] = 0.9,
+    theta: Theta = 0.01,
+    power: Power = 0.0,
+    local: Local = "stored",
     results: Results = None,
     device: Device = None,
     dtype: Dtype = None,
+    yarn: Yarn = None,
     json: Json = False,
 ) -> None:
     """Scores, KL, agreement and density of every variant on the same prompts, and how far the scores are from dense."""
@@ -58,9 +68,9 @@ def answers(
     chosen = _names(variants)
     for name in chosen:
         choices_of(name)  # raises on a typo before the model is loaded
-    lengths = _lengths(tokens)
-    with load(model, device, dtype, rows=rows, mass=mass) as llm, progress("questions") as step:
-        tasks = _tasks(llm, _names(names), data or [], docs or [], limit=limit, lengths=lengths, seed=seed)
+    lengths, options = _lengths(tokens), {"rows": rows, "mass": mass, "theta": theta, "power": power, "local": local}
+    with load(model, device, dtype, yarn, **options) as llm, progress("questions") as step:
+        tasks = _tasks(llm, _names(names), data or [], docs or [], limit=limit, lengths=lengths, seed=seed, fill=fill)
         settings = settings_of(llm)
         path = Path(log) if log else _default_log(settings)
         found = eval_answers(
@@ -115,7 +125,15 @@ def _default_log(settings: dict[str, Any]) -> Path:
 
 
 def _tasks(
-    llm: LLM, names: list[str], data: list[str], docs: list[str], *, limit: int, lengths: list[int], seed: int
+    llm: LLM,
+    names: list[str],
+    data: list[str],
+    docs: list[str],
+    *,
+    limit: int,
+    lengths: list[int],
+    seed: int,
+    fill: int | None,
 ) -> list[Task]:
     """The tasks in the order named. Without question sets, "ruler" leaves its two qa tasks out and says so."""
     from tamis.bench.text import passages
@@ -124,7 +142,7 @@ def _tasks(
     from tamis.eval.needle import needle_tasks
     from tamis.eval.questions import Passage, load_questions
     from tamis.eval.ruler import QA, RULER, Ruler, ruler_tasks
-    from tamis.eval.tasks import qa_tasks, question_files
+    from tamis.eval.tasks import Fill, qa_tasks, question_files
 
     for name in names:
         if name not in (*KINDS, *RULER):
@@ -144,7 +162,7 @@ def _tasks(
     tasks: list[Task] = []
     for name in dict.fromkeys(names):
         if name == "qa":
-            tasks += qa_tasks(files, limit)
+            tasks += qa_tasks(files, limit, None if fill is None else Fill(llm.template, fill))
         elif name == "needle":
             tasks += needle_tasks(llm.template, haystack, lengths, size=limit, seed=seed)
         else:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tamis.cli.options import Device, Dtype, Json, Model, Store, load, progress
+from tamis.cli.options import Device, Dtype, Json, Model, Store, Yarn, load, progress
 from tamis.core.errors import InvalidInput
 from tamis.core.registry import unknown
 
@@ -28,6 +28,7 @@ def index(
     shape: Annotated[str | None, typer.Option(help="With --stats: a model shape, such as llama-3.1-8b.")] = None,
     device: Device = None,
     dtype: Dtype = None,
+    yarn: Yarn = None,
     json: Json = False,
 ) -> None:
     """Read DOCS and observe what is new; or list, verify, remove, or count."""
@@ -41,7 +42,7 @@ def index(
     from tamis.engine.knowledge import default_store
 
     with (
-        load(model, device, dtype) as llm,
+        load(model, device, dtype, yarn) as llm,
         llm.corpus(store or default_store(llm.spec(llm.policy)), rebuild=rebuild) as base,
     ):
         _show(_run(base, docs or [], remove or [], listing, verify, stats, target_tokens, rebuild), json)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tamis.cli.options import Device, Dtype, Json, Model, Store, load
+from tamis.cli.options import Device, Dtype, Json, Model, Store, Yarn, load
 from tamis.core.errors import InvalidInput, Unavailable
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def inspect(
     alpha: Annotated[float, typer.Option(help="Threshold of the LA bits.")] = 0.001,
     device: Device = None,
     dtype: Dtype = None,
+    yarn: Yarn = None,
     json: Json = False,
 ) -> None:
     """Show DOC's LA bits (rows look at columns) and CA bits (pages that other documents look at)."""
@@ -36,7 +37,7 @@ def inspect(
     from tamis.corpus import read_file
     from tamis.engine.knowledge import default_store
 
-    with load(model, device, dtype, alpha=alpha) as llm:
+    with load(model, device, dtype, yarn, alpha=alpha) as llm:
         shape = llm.runner.geometry
         for name, number, count in (("layer", layer, shape.n_layers), ("head", head, shape.n_heads)):
             if not 0 <= number < count:

@@ -24,15 +24,19 @@ Store = Annotated[
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, … Default: CUDA where there is one.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: by device.")]
 
+Yarn = Annotated[
+    float | None, typer.Option("--yarn", help="Stretch the model's context by this factor with YaRN, such as 4.")
+]
 
-def load(model: str, device: str | None, dtype: str | None, **choices: Any) -> LLM:
+
+def load(model: str, device: str | None, dtype: str | None, yarn: float | None = None, **choices: Any) -> LLM:
     """The model, with a line on stderr while a GGUF file is converted."""
     from tamis.engine.llm import LLM
 
     def note(name: str) -> None:
         typer.echo(f"converting {name} once; later starts use the result …", err=True)
 
-    return LLM(model, device=device, dtype=dtype, on_convert=note, **choices)
+    return LLM(model, device=device, dtype=dtype, yarn=yarn, on_convert=note, **choices)
 
 
 @contextmanager

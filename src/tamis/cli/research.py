@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tamis.cli.bench import Results, record
-from tamis.cli.options import Device, Dtype, Json, Model, load, progress
+from tamis.cli.options import Device, Dtype, Json, Model, Yarn, load, progress
 
 if TYPE_CHECKING:
     from tamis.eval.metrics import Interval
@@ -36,6 +36,7 @@ def research(
     results: Results = None,
     device: Device = None,
     dtype: Dtype = None,
+    yarn: Yarn = None,
     json: Json = False,
 ) -> None:
     """Density, recall, KL and agreement of many selector variants against one dense pass per prompt."""
@@ -51,7 +52,7 @@ def research(
     chosen = [parse_variant(v) for v in (variants.split(";") if variants else DEFAULT_VARIANTS) if v.strip()]
     chosen = list({v.spec: v for v in chosen}.values())
     questions = load_questions(data)  # all of them: the others' passages fill the prompts
-    with load(model, device, dtype) as llm, progress("variants") as step:
+    with load(model, device, dtype, yarn) as llm, progress("variants") as step:
         case = f"{llm.name}/{Path(data).stem}/{tokens or 'own'}"
         study = Study(case, tokens, Path(log) if log else None, deadline_s, limit)
         found = run(llm, questions, chosen, study, note=step)
@@ -86,6 +87,7 @@ def calibrate(
     rows: Annotated[int, typer.Option(help="Sampled rows per tile that the thresholds are used with.")] = 8,
     device: Device = None,
     dtype: Dtype = None,
+    yarn: Yarn = None,
     json: Json = False,
 ) -> None:
     """One share of the attention per layer and head, so that the least is lost at a density."""
@@ -94,7 +96,7 @@ def calibrate(
 
     questions = load_questions(data)
     questions = questions[skip:] + questions[:skip]
-    with load(model, device, dtype) as llm, progress("prompts") as step:
+    with load(model, device, dtype, yarn) as llm, progress("prompts") as step:
         found = calibrate_on(llm, questions, density, tokens=tokens, rows=rows, limit=limit, note=step)
         found.save(out, model=llm.name, density=density, rows=rows, tokens=tokens or "own", questions=limit or 0)
     layers, heads = len(found.mass), len(found.mass[0])

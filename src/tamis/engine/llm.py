@@ -12,7 +12,7 @@ from typing import Any, Self
 from tamis.attention.divergence import kl_divergence
 from tamis.attention.offline import Indexer, Progress, index_spec
 from tamis.attention.policy import Policy
-from tamis.core.errors import ContextOverflow
+from tamis.core.errors import ContextOverflow, InvalidInput
 from tamis.corpus import Corpus, Hit, Passage, support
 from tamis.engine.answer import Answer, Comparison, Report, Source, Timing
 from tamis.engine.knowledge import KnowledgeBase
@@ -31,7 +31,7 @@ class LLM:
     """A causal language model with Tamis's attention.
 
     model     "smollm2", a directory (safetensors or GGUF), a .gguf file, a hub name, or a `LoadedModel`
-    device, dtype   see `model.source.load_model`
+    device, dtype, yarn   see `model.source.load_model`
     policy    the defaults of every request; single choices may be given by name: LLM("…", prefill="sift")
 
     One request at a time. Use it in a `with` block, or `close` it, to release stores and the model's attention.
@@ -43,16 +43,18 @@ class LLM:
         *,
         device: str | None = None,
         dtype: str | None = None,
+        yarn: float | None = None,
         policy: Policy | None = None,
         on_convert: Callable[[str], None] | None = None,
         **choices: Any,
     ) -> None:
         self.policy = Policy.of(policy, **choices)
-        loaded = (
-            model
-            if isinstance(model, LoadedModel)
-            else load_model(model, device=device, dtype=dtype, on_convert=on_convert)
-        )
+        if isinstance(model, LoadedModel):
+            if yarn is not None:
+                raise InvalidInput(f"yarn is {yarn}, but model {model.name!r} is loaded; give yarn to load_model.")
+            loaded = model
+        else:
+            loaded = load_model(model, device=device, dtype=dtype, yarn=yarn, on_convert=on_convert)
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
         self.runner = Runner(loaded.model)
         self.template = Template(self.tokenizer)

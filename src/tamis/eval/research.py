@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +20,13 @@ from tamis.attention.policy import Policy
 from tamis.core.errors import InvalidInput, StoreDamaged
 from tamis.eval.demand import demand
 from tamis.eval.metrics import Interval, bootstrap
-from tamis.eval.questions import Passage, Question
+from tamis.eval.questions import Question
+from tamis.eval.tasks import document_tokens, filled
 from tamis.eval.variants import Variant
 from tamis.kernels import dispatch
 from tamis.kernels.lists import lists_from_mask, tile_areas
 from tamis.select.calibrate import Curves, calibrate
-from tamis.select.rowmass import exact_mass
+from tamis.select.oracle import true_mass
 from tamis.select.rules import PerHead, Share
 from tamis.select.scene import DocumentBits, Scene
 from tamis.select.variants import RowSampled, mean_correction
@@ -54,10 +54,11 @@ class DensePass:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `attention.hook.Job.attend`."""
         assert layer == len(self.truth), "layers run in order"
-        self.truth.append(exact_mass(q, k, scale, self.scene))
+        out, lse = dispatch.causal_attention(q, k, v, scale)
+        self.truth.append(true_mass(q, k, scale, self.scene, lse))
         if self.estimator is not None:
             self.estimates.append(self.estimator.estimate(q, k, scale, self.scene))
-        return dispatch.causal_attention(q, k, v, scale)
+        return out, lse
 
 
 @dataclass
@@ -71,6 +72,12 @@ class VariantPass:
     areas: list[float] = field(default_factory=list)
     heads: list[torch.Tensor] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # once a pass, not at every layer: a copy to the device is waited for
+        tiling, device = self.scene.tiling, self.scene.document.device
+        self._rows = torch.tensor(tiling.lengths, dtype=torch.float32, device=device)
+        self._areas = tile_areas(tiling, tiling).to(device)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -88,12 +95,10 @@ class VariantPass:
         if self.variant.corrected:
             assert mass is not None, "parse_variant checked it"
             out = mean_correction(out, mass / mass.sum(-1, keepdim=True), mask, v, scene)
-        rows = torch.tensor(scene.tiling.lengths, dtype=torch.float32, device=q.device)
-        self.kept.append(((self.truth[layer] * mask).sum(-1) @ rows).mean() / rows.sum())
+        self.kept.append(((self.truth[layer] * mask).sum(-1) @ self._rows).mean() / self._rows.sum())
         self.masks.append(mask.clone())
         self.areas.append(lists.density)
-        areas = tile_areas(scene.tiling, scene.tiling).to(q.device)
-        self.heads.append((mask * areas).sum((1, 2)) / areas.sum())
+        self.heads.append((mask * self._areas).sum((1, 2)) / self._areas.sum())
         return out, lse
 
 
@@ -195,7 +200,7 @@ class Bench:
             "demand": sum(full for full, _ in pages) / len(pages),
             "demand_keys": sum(keys for _, keys in pages) / len(pages),
             "layers": [round(a, 5) for a in job.areas],
-            "heads": [[round(d, 5) for d in layer.tolist()] for layer in job.heads],
+            "heads": [[round(d, 5) for d in layer] for layer in torch.stack(job.heads).tolist()],
         }
 
 
@@ -228,33 +233,10 @@ def summarise(results: Iterable[dict[str, Any]]) -> dict[str, dict[str, Interval
 
 
 def long_prompt(llm: LLM, questions: Sequence[Question], index: int, tokens: int | None) -> Prompt:
-    """The prompt of one question with passages of the next ones added, up to `tokens` in all; mixed by a fixed seed.
-
-    Its own passages come first, those with the answer before the others, and the passage that would go beyond `tokens`
-    is the first to be left out. Raises InvalidInput if not one passage fits, or all passages of the set are too few.
-    """
-    question, encode = questions[index], llm.template.document_tokens
-    if tokens is None:
-        return llm.template.prompt(question.question, [d for d in map(_encoded(encode), question.docs) if d])
-    own = [question.docs[g] for g in question.gold]
-    own += [d for i, d in enumerate(question.docs) if i not in question.gold]
-    others = [d for q in (*questions[index + 1 :], *questions[:index]) for d in q.docs]
-    room = tokens - len(llm.template.prompt(question.question, []).tokens)
-    documents: list[tuple[int, ...]] = []
-    for passage in dict.fromkeys((*own, *others)):
-        made = encode(passage.title, passage.text)
-        if len(made) > room:
-            break
-        room -= len(made)
-        documents += [made] if made else []
-    else:
-        raise InvalidInput(
-            f"the passages of {len(questions)} questions end {room} tokens before {tokens}; give more questions."
-        )
-    if not documents:
-        raise InvalidInput(f"no passage of question {question.id!r} fits into {tokens} tokens; give more tokens.")
-    random.Random(question.id).shuffle(documents)
-    return llm.template.prompt(question.question, documents)
+    """The prompt of one question with its own passages, or with those of `tasks.filled` up to `tokens` in all."""
+    question = questions[index]
+    docs = question.docs if tokens is None else filled(llm.template, questions, index, tokens)
+    return llm.template.prompt(question.question, document_tokens(llm.template, docs))
 
 
 def kl_rows(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -274,10 +256,6 @@ def scene_of(llm: LLM, prompt: Prompt, bits: dict[str, Any] | None) -> Scene:
         indexer.index(documents)
         found = [r.bits() if r is not None else None for r in indexer.records(documents)]
     return Scene.of(prompt, found, llm.policy.tile, device)
-
-
-def _encoded(encode: Callable[[str, str], tuple[int, ...]]) -> Callable[[Passage], tuple[int, ...]]:
-    return lambda passage: encode(passage.title, passage.text)
 
 
 def _logits(llm: LLM, prompt: Prompt, job: DensePass | VariantPass) -> torch.Tensor:

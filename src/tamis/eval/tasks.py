@@ -6,6 +6,7 @@ Knows text and question sets; not models. Items are made when they are asked for
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -13,7 +14,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tamis.core.errors import NothingFound
+from tamis.core.errors import InvalidInput, NothingFound
 from tamis.eval.metrics import exact_match, token_f1
 from tamis.eval.questions import Passage, Question, load_questions
 
@@ -118,19 +119,63 @@ def question_files(paths: Sequence[str | Path]) -> list[Path]:
     return list(dict.fromkeys(files))
 
 
-def qa_task(name: str, questions: Sequence[Question]) -> Task:
-    """Token F1 and exact match on questions with their own passages in their given order."""
+@dataclass(frozen=True)
+class Fill:
+    """Prompts of `tokens` tokens: questions get passages of other questions, see `filled`."""
+
+    template: Template
+    tokens: int
+
+
+def qa_task(name: str, questions: Sequence[Question], limit: int | None = None, fill: Fill | None = None) -> Task:
+    """Token F1 and exact match on the first `limit` questions, with their own passages in their given order or,
+    with `fill`, among those of the other questions (the task's name then ends in the length)."""
+    name = f"qa/{name}" if fill is None else f"qa/{name}/{fill.tokens}"
 
     def make(i: int) -> Item:
         q = questions[i]
-        return Item(f"qa/{name}", q.id, f"{q.question} {SHORT}", q.docs, q.answers, ("f1", "em"))
+        asked = f"{q.question} {SHORT}"
+        docs = q.docs if fill is None else filled(fill.template, questions, i, fill.tokens, asked)
+        return Item(name, q.id, asked, docs, q.answers, ("f1", "em"))
 
-    return Task(f"qa/{name}", len(questions), make)
+    return Task(name, len(questions[:limit]), make)
 
 
-def qa_tasks(files: Sequence[Path], limit: int | None = None) -> list[Task]:
+def qa_tasks(files: Sequence[Path], limit: int | None = None, fill: Fill | None = None) -> list[Task]:
     """One task per question set, with its first `limit` questions. Raises what `load_questions` does."""
-    return [qa_task(file.stem, load_questions(file, limit)) for file in files]
+    return [qa_task(file.stem, load_questions(file), limit, fill) for file in files]
+
+
+def filled(
+    template: Template, questions: Sequence[Question], index: int, tokens: int, asked: str | None = None
+) -> tuple[Passage, ...]:
+    """Passages for a prompt of at most `tokens` tokens that asks question `index` (or `asked`, its wording), mixed by a
+    fixed seed.
+
+    Its own passages come first, those with the answer before the others, then those of the next questions; the passage
+    that would go beyond `tokens` is the first to be left out. Raises InvalidInput if not one passage fits, or if all
+    passages of the set are too few.
+    """
+    question = questions[index]
+    own = [question.docs[g] for g in question.gold]
+    own += [d for i, d in enumerate(question.docs) if i not in question.gold]
+    others = [d for q in (*questions[index + 1 :], *questions[:index]) for d in q.docs]
+    room = tokens - len(template.prompt(asked or question.question, []).tokens)
+    chosen: list[Passage] = []
+    for passage in dict.fromkeys((*own, *others)):
+        length = len(template.document_tokens(passage.title, passage.text))
+        if length > room:
+            break
+        room -= length
+        chosen += [passage] if length else []
+    else:
+        raise InvalidInput(
+            f"the passages of {len(questions)} questions end {room} tokens before {tokens}; give more questions."
+        )
+    if not chosen:
+        raise InvalidInput(f"no passage of question {question.id!r} fits into {tokens} tokens; give more tokens.")
+    random.Random(question.id).shuffle(chosen)
+    return tuple(chosen)
 
 
 def document_tokens(template: Template, docs: Sequence[Passage]) -> list[tuple[int, ...]]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from tamis.core.errors import InvalidInput, Unavailable
 from tamis.core.registry import Registry
 from tamis.kernels.lists import TILE, TileLists, Tiling, check_shapes, lists_from_mask
+from tamis.kernels.packed import check_lengths, every_tile_of
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +29,8 @@ log = logging.getLogger(__name__)
 class Case:
     """What a kernel is asked to take: device, dtype, head dim, tokens of a tile, and how the tensors lie in memory.
 
-    `dense_rows`: the head dim is contiguous; `steps_of_16`: bases and the other strides are multiples of 16 bytes.
+    `dense_rows`: the head dim is contiguous; `steps_of_16`: bases and the other strides are multiples of 16 bytes;
+    `aligned`: the lists' tiles are known to start at multiples of `tile` (`TileLists.aligned`).
     """
 
     device: torch.device
@@ -36,14 +39,15 @@ class Case:
     tile: int
     dense_rows: bool = True
     steps_of_16: bool = True
+    aligned: bool = True
 
     @classmethod
-    def of(cls, tensors: tuple[torch.Tensor, ...], tile: int) -> Case:
+    def of(cls, tensors: tuple[torch.Tensor, ...], tile: int, *, aligned: bool = True) -> Case:
         """The case of a call with these q, k, v (and out)."""
         q = tensors[0]
         step = 16 // q.element_size()
         lies = all(t.data_ptr() % 16 == 0 and t.stride(0) % step == 0 and t.stride(1) % step == 0 for t in tensors)
-        return cls(q.device, q.dtype, q.shape[2], tile, all(t.stride(2) == 1 for t in tensors), lies)
+        return cls(q.device, q.dtype, q.shape[2], tile, all(t.stride(2) == 1 for t in tensors), lies, aligned)
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def available() -> dict[str, str | None]:
 
 
 def choose(device: torch.device, dtype: torch.dtype, *, head_dim: int = 128, tile: int = TILE) -> str:
-    """The name that "auto" stands for with tensors of this kind that lie well in memory."""
+    """The name that "auto" stands for with tensors of this kind that lie well in memory and aligned lists."""
     return _choose(Case(torch.device(device), dtype, head_dim, tile))
 
 
@@ -101,7 +105,7 @@ def block_sparse_attention(
     """
     check_shapes(q, k, v, lists)
     _check_values(q, k, v, scale, out)
-    case = Case.of((q, k, v) if out is None else (q, k, v, out), lists.tile)
+    case = Case.of((q, k, v) if out is None else (q, k, v, out), lists.tile, aligned=lists.aligned)
     name = _choose(case) if kernel == "auto" else _named(kernel, case)
     run, about = KERNELS.get(name), _ABOUT[name]
     options: dict[str, Any] = {"out": out} if out is not None and about.into else {}
@@ -126,6 +130,31 @@ def causal_attention(
         return on_cpu(q, k, v, scale)
     lists = _every_tile(q.shape[1], k.shape[1], q.shape[0], q.device)
     return block_sparse_attention(q, k, v, lists, scale, kernel=kernel)
+
+
+def packed_causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lengths: Sequence[int], *, kernel: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense causal attention of whole prompts packed one behind another, none of which sees another.
+
+    q [Hq, T, D], k and v [Hkv, T, D], where `lengths` (1 token or more each) sum up to T; results and errors as above,
+    and `InvalidInput` for other lengths. On a CPU it is a loop over the prompts, elsewhere one call with the lists
+    of all, which are kept for the next layers.
+    """
+    check_lengths(lengths, q.shape[1])
+    if k.shape[1] != q.shape[1]:
+        raise InvalidInput(f"q has {q.shape[1]} tokens, k {k.shape[1]}; packed prompts are whole: give all their rows.")
+    if len(lengths) == 1:
+        return causal_attention(q, k, v, scale, kernel=kernel)
+    if q.device.type != "cpu" or kernel != "auto":
+        lists = every_tile_of(tuple(lengths), q.shape[0], q.device)
+        return block_sparse_attention(q, k, v, lists, scale, kernel=kernel)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
+    ends = list(itertools.accumulate(lengths))
+    for n, end in zip(lengths, ends, strict=True):
+        own = slice(end - n, end)
+        out[:, own], lse[:, own] = causal_attention(q[:, own], k[:, own], v[:, own], scale)
+    return out, lse
 
 
 @functools.lru_cache(maxsize=4)  # the layers of a model ask for the same lists
@@ -201,7 +230,7 @@ def _gluon_missing() -> str | None:
     return None
 
 
-def _gluon_refuses(case: Case) -> str | None:
+def _hopper_refuses(case: Case) -> str | None:
     if case.device.type != "cuda":
         return f"the tensors are on {case.device}"
     if case.dtype not in (torch.bfloat16, torch.float16):
@@ -213,6 +242,37 @@ def _gluon_refuses(case: Case) -> str | None:
     if not case.dense_rows or not case.steps_of_16:
         return "a tensor does not start and step in multiples of 16 bytes with the head dim contiguous"
     return None
+
+
+@functools.cache
+def _fa4_installed() -> bool:
+    # looked up by hand: find_spec("flash_attn.cute") would import what else is installed as flash_attn
+    package = importlib.util.find_spec("flash_attn")
+    if package is None or package.submodule_search_locations is None:
+        return False
+    return importlib.machinery.PathFinder.find_spec("flash_attn.cute", package.submodule_search_locations) is not None
+
+
+def _fa4_missing() -> str | None:
+    capability = _capability()
+    if capability is None:
+        return "there is no NVIDIA GPU"
+    if capability != (9, 0):
+        # on sm_100 its lists are for pairs of query tiles, 256 rows
+        return f"the GPU is sm_{capability[0]}{capability[1]}; it takes lists for tiles of {TILE} rows on sm_90 only"
+    if not _fa4_installed():
+        return "flash-attn-4 is not installed; pip install 'tamis[fa4]' adds it"
+    return None
+
+
+def _fa4_refuses(case: Case) -> str | None:
+    why = _hopper_refuses(case)
+    if why is None and not case.aligned:
+        why = (
+            f"a tile does not start at a multiple of {TILE} tokens; pad documents and chunks to whole tiles, or use "
+            "a kernel that takes any start"
+        )
+    return why
 
 
 def _triton_missing() -> str | None:
@@ -248,11 +308,13 @@ def _nothing(*_: Any) -> None:
 
 
 register(
-    "gluon", "tamis.kernels.gluon.block_sparse:block_sparse_attention", Kernel(_gluon_missing, _gluon_refuses, True)
+    "gluon", "tamis.kernels.gluon.block_sparse:block_sparse_attention", Kernel(_gluon_missing, _hopper_refuses, True)
 )
 # under the interpreter it is thousands of times slower than PyTorch: for tests, which ask for it by name
 register("cpu", "tamis.kernels.cpu.block_sparse:block_sparse_attention", Kernel(_nothing, _cpu_refuses, lse_costs=True))
 register(
     "triton", "tamis.kernels.triton.block_sparse:block_sparse_attention", Kernel(_triton_missing, _triton_refuses, True)
 )
+# its compiler takes seconds for every new shape of call, and it is no faster: for machines where the others cannot run
+register("fa4", "tamis.kernels.fa4.block_sparse:block_sparse_attention", Kernel(_fa4_missing, _fa4_refuses, True))
 register("reference", "tamis.kernels.reference.block_sparse:block_sparse_attention", Kernel(_nothing, _nothing))

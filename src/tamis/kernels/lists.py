@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -56,6 +57,11 @@ class Tiling:
         """Tokens in each tile."""
         return [b - a for a, b in zip(self.starts, self.starts[1:], strict=False)]
 
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether every tile starts at a multiple of `tile`, so that only the last one can be short."""
+        return all(start % self.tile == 0 for start in self.starts[:-1])
+
 
 @dataclass(frozen=True)
 class TileLists:
@@ -72,6 +78,7 @@ class TileLists:
     area                score elements listed and causally visible, summed over heads (a count, exact); an integer
                         tensor where the lists were made on a device: its sum is the count, waited for when read
     causal_area         the same if every tile were listed
+    aligned             every tile of queries and of keys is known to start at a multiple of `tile` among the keys
     """
 
     q_start: torch.Tensor
@@ -83,6 +90,7 @@ class TileLists:
     tile: int
     area: int | torch.Tensor
     causal_area: int
+    aligned: bool = False
 
     @property
     def density(self) -> float:
@@ -141,6 +149,7 @@ def lists_from_mask(mask: torch.Tensor, queries: Tiling, keys: Tiling, q_offset:
         tile=keys.tile,
         area=int((mask.to(areas.device) * areas).sum()),
         causal_area=int(areas.sum()) * mask.shape[0],
+        aligned=queries.aligned and keys.aligned and queries.tile == keys.tile and q_offset % keys.tile == 0,
     )
 
 

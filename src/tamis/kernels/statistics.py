@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 
 import torch
@@ -29,18 +30,22 @@ def tile_statistics(
         return reference(q, k, lse, queries, keys, scale=scale, q_offset=q_offset, beta=beta)
     from tamis.kernels.triton.tile_statistics import tile_statistics as on_gpu
 
-    ends = [start + q_offset for start in queries.starts[1:]]
-    first = [bisect_right(ends, start) for start in keys.starts[:-1]]
-    whole = (queries.starts[:-1], queries.lengths, keys.starts[:-1], keys.lengths, first)
-    cuts = tuple(torch.tensor(t, dtype=torch.int32, device=q.device) for t in whole)
     made = on_gpu(
         q,
         k,
         lse.contiguous(),
-        cuts,
+        _cuts(queries, keys, q_offset, q.device),
         scale=scale,
         tile=max(keys.tile, queries.tile),
         q_offset=q_offset,
         beta=beta,
     )
     return TileStatistics(*made)
+
+
+@functools.lru_cache(maxsize=256)  # the layers of a model ask for the same ones, and a copy to the device is waited for
+def _cuts(queries: Tiling, keys: Tiling, q_offset: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    ends = [start + q_offset for start in queries.starts[1:]]
+    first = [bisect_right(ends, start) for start in keys.starts[:-1]]
+    whole = (queries.starts[:-1], queries.lengths, keys.starts[:-1], keys.lengths, first)
+    return tuple(torch.tensor(t, dtype=torch.int32, device=device) for t in whole)

@@ -5,10 +5,12 @@ A model that is not on the list is refused by name with the reason; nothing is g
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from tamis.core.errors import ModelUnsupported
+from tamis.core.errors import InvalidInput, ModelUnsupported
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 HEAD_DIMS = (64, 96, 128)
@@ -57,3 +59,29 @@ def geometry(config: Any) -> Geometry:
         rotary=rotary,
         context_tokens=config.max_position_embeddings,
     )
+
+
+def with_yarn(config: Any, factor: float) -> Any:
+    """A copy of a transformers config for `factor` times the positions, by YaRN (arXiv 2309.00071).
+
+    Positions are squeezed for short prompts too, which costs a little quality: for prompts that do not fit otherwise.
+    Raises InvalidInput unless factor is above 1, and ModelUnsupported for a model whose rotary embedding is not plain.
+    """
+    if not 1 < factor < math.inf:
+        raise InvalidInput(f"the YaRN factor is {factor}; give a number above 1, such as 2 or 4, or leave it out.")
+    known = geometry(config)
+    if known.rotary != "default":
+        raise ModelUnsupported(
+            f"{known.family} with rotary type {known.rotary!r} cannot be stretched by YaRN, only plain rotary "
+            "embeddings can. Leave the factor out: the model itself takes "
+            f"{known.context_tokens} tokens."
+        )
+    made = copy.deepcopy(config)
+    made.rope_parameters = {
+        **(config.rope_parameters or {}),
+        "rope_type": "yarn",
+        "factor": float(factor),
+        "original_max_position_embeddings": known.context_tokens,
+    }
+    made.max_position_embeddings = int(known.context_tokens * factor)
+    return made

@@ -21,6 +21,7 @@ from tamis.core.env import cache_dir
 from tamis.core.errors import InvalidInput, ModelNotFound, Unavailable
 from tamis.core.log import logger
 from tamis.core.registry import unknown
+from tamis.model.family import with_yarn
 
 if TYPE_CHECKING:
     import torch
@@ -54,13 +55,20 @@ class LoadedModel:
 
 
 def load_model(
-    name: str, *, device: str | None = None, dtype: str | None = None, on_convert: Callable[[str], None] | None = None
+    name: str,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    yarn: float | None = None,
+    on_convert: Callable[[str], None] | None = None,
 ) -> LoadedModel:
     """Load `name`: a packaged model ("smollm2"), a directory (safetensors or GGUF), a .gguf file, or a hub name.
 
     device: "cpu", "cuda", …; default CUDA where there is one. dtype: "float32", "bfloat16", "float16"; default
-    float32 on a CPU (several times faster there than bfloat16) and bfloat16 elsewhere. `on_convert` is told when a
-    GGUF file is about to be converted, which takes a while, once. Raises ModelNotFound, InvalidInput or Unavailable.
+    float32 on a CPU (several times faster there than bfloat16) and bfloat16 elsewhere. yarn: stretch the context by
+    this factor, see `family.with_yarn`; the name then ends in +yarn and the factor. `on_convert` is told when a GGUF
+    file is about to be converted, which takes a while, once. Raises ModelNotFound, ModelUnsupported, InvalidInput or
+    Unavailable.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -73,14 +81,17 @@ def load_model(
     if isinstance(path, Path) and (gguf := _gguf_file(path)) is not None:
         path = converted(gguf, on_convert)
     with _explained(name, "its configuration"):
-        AutoConfig.from_pretrained(str(path))
+        config = AutoConfig.from_pretrained(str(path))
+    if yarn is not None:
+        config = with_yarn(config, yarn)
     with _explained(name, "its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(str(path))
     with _explained(name, "its weights"):
         model = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=torch_dtype, attn_implementation="sdpa", use_safetensors=True
+            str(path), config=config, dtype=torch_dtype, attn_implementation="sdpa", use_safetensors=True
         )
-    return LoadedModel(model.to(where).eval(), tokenizer, name, str(path))
+    shown = name if yarn is None else f"{name}+yarn{yarn:g}"
+    return LoadedModel(model.to(where).eval(), tokenizer, shown, str(path))
 
 
 def locate(name: str) -> Path | str:

@@ -6,6 +6,7 @@ SIFT's offline pass (arXiv 2606.09441, section 4), the oracle selector and measu
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -74,15 +75,20 @@ def tile_statistics(
     return TileStatistics(mass, peak, later_high)
 
 
+@functools.lru_cache(maxsize=4)  # the layers of a model ask for the same one
+def page_index(tiling: Tiling, device: torch.device) -> torch.Tensor:
+    """int64 [tiles, tile]: the token in each place when every tile fills a whole page; -1 is padding. Only to read."""
+    within = torch.arange(tiling.tile)
+    start, length = torch.tensor(tiling.starts[:-1])[:, None], torch.tensor(tiling.lengths)[:, None]
+    return torch.where(within < length, start + within, -1).to(device)
+
+
 class PagedKeys:
     """Keys laid out so that every tile fills a whole page, the rest of a short tile scoring -inf."""
 
     def __init__(self, k: torch.Tensor, keys: Tiling) -> None:
-        within = torch.arange(keys.tile)
-        start, length = torch.tensor(keys.starts[:-1])[:, None], torch.tensor(keys.lengths)[:, None]
-        index = torch.where(within < length, start + within, -1).to(k.device)  # [tiles, tile]; -1 is padding
-        self.keys, self.index = keys, index
-        self.k = k[:, index.clamp(min=0)].float()  # [Hkv, tiles, tile, D]
+        self.keys, self.index = keys, page_index(keys, k.device)
+        self.k = k[:, self.index.clamp(min=0)].float()  # [Hkv, tiles, tile, D]
         self.starts = torch.tensor(keys.starts[:-1], device=k.device)
 
     def tile_of(self, position: torch.Tensor) -> torch.Tensor:

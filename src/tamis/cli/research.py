@@ -11,6 +11,9 @@ from tamis.cli.bench import Results, record
 from tamis.cli.options import Device, Dtype, Json, Model, Yarn, load, progress
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tamis.bench.results import Row
     from tamis.eval.metrics import Interval
 
 app = typer.Typer()
@@ -42,7 +45,6 @@ def research(
     """Density, recall, KL and agreement of many selector variants against one dense pass per prompt."""
     from pathlib import Path
 
-    from tamis.bench.results import Row
     from tamis.core.errors import NothingFound
     from tamis.eval.questions import load_questions
     from tamis.eval.research import METRICS, Study, summarise
@@ -60,12 +62,7 @@ def research(
     found = [r for r in found if r["variant"] in wanted]
     if not found:
         raise NothingFound(f"the deadline of {deadline_s} s left no time for a variant; give more, or none.")
-    units = {"kl": "nat", "kl_rows": "nat"}
-    table = [
-        Row.of(case, spec, metric, [r[metric] for r in found if r["variant"] == spec], unit=units.get(metric, "1"))
-        for spec in dict.fromkeys(r["variant"] for r in found)
-        for metric in METRICS
-    ]
+    table = study_rows(case, found)
     kept = record(table, "selectors", results)
     summary = summarise(found)
     if json:
@@ -73,6 +70,22 @@ def research(
         return
     print(case)
     _print(summary, METRICS)
+
+
+def study_rows(case: str, found: Sequence[dict[str, Any]]) -> list[Row]:
+    """For results/selectors.csv, of every variant: quantiles over the prompts, the mean, and how many prompts."""
+    from tamis.bench.results import Row
+    from tamis.eval.research import METRICS
+
+    table = []
+    for spec in dict.fromkeys(r["variant"] for r in found):
+        own = [r for r in found if r["variant"] == spec]
+        table.append(Row.of(case, spec, "prompts", [len(own)], unit="1"))
+        for metric in METRICS:
+            values, unit = [float(r[metric]) for r in own], "nat" if metric.startswith("kl") else "1"
+            table.append(Row.of(case, spec, metric, values, unit=unit))
+            table.append(Row.of(case, spec, f"{metric}_mean", [sum(values) / len(values)], unit=unit))
+    return table
 
 
 @app.command()

@@ -37,6 +37,7 @@ MUTATIONS = (
     "statistics of the wrong KV head",
     "scores with another row offset",
     "power ignored",
+    "partner ignored",
 )
 
 
@@ -49,6 +50,7 @@ def selectors(name: str, case: Case) -> dict[str, Selector]:
         "threshold, power 0.5": GlobalThreshold(0.04, 0.1, case.rows, power=0.5),
         "threshold, power 1": GlobalThreshold(0.015, 0.1, case.rows, power=1),
         "threshold, local sampled": GlobalThreshold(0.05, 0.3, case.rows, "sampled"),
+        "threshold, paired": GlobalThreshold(0.05, 0.3, 2, "sampled", paired=True),
         "stored": Stored(),
     }
     return most | ({"all": AllTiles(), "none": NoCrossTiles()} if name == next(iter(CASES)) else {})
@@ -99,6 +101,8 @@ def main() -> None:
     say(MUTATIONS[3], "", {"mass": score_error(chunk, *qk(chunk, window), window, torch.float32, wrong="offset")})
     bent, flat = (GlobalThreshold(0.015, 0.1, case.rows, power=power) for power in (1.0, 0.0))
     say(MUTATIONS[4], "", list_error(bent, case, q, k, scene, given=flat))
+    together, alone = GlobalThreshold(0.05, 0.3, 2, "sampled", paired=True), GlobalThreshold(0.05, 0.3, 1, "sampled")
+    say(MUTATIONS[5], "", list_error(together, case, q, k, scene, given=alone))
 
 
 if __name__ == "__main__":

@@ -84,13 +84,13 @@ def selector_of(variant: str) -> tuple[Selector, str]:
     """
     selector, note = parse_variant(variant).selector, ""
     plain = isinstance(selector, RowSampled) and (selector.spread, selector.reduce) == ("even", "mean")
-    if isinstance(selector, RowSampled) and plain and selector.rows and not selector.paired and not selector.question:
+    if isinstance(selector, RowSampled) and plain and selector.rows and not selector.question:
         rule, local = selector.rule, selector.local
-        if isinstance(rule, Share):
+        if isinstance(rule, Share) and not selector.paired:
             note = f"local={local} timed as stored" if local != "stored" else ""
             selector = Sampled(rows=selector.rows, mass=rule.mass)
         elif isinstance(rule, Threshold) and local in ("stored", "sampled"):
-            selector = GlobalThreshold(rule.theta, rule.floor, selector.rows, local, rule.power)
+            selector = GlobalThreshold(rule.theta, rule.floor, selector.rows, local, rule.power, selector.paired)
     if type(selector) not in on_device.CHOICES:
         note = "selected by PyTorch's operators: there is no kernel for it"
     return selector, note

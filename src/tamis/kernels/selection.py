@@ -33,6 +33,7 @@ class Places:
     tile      tokens of a whole tile
     first     the first query tile: 0, or the tiles before a chunk. The last key tile is the last query tile
     q_offset  the tokens before it: where row 0 of q lies
+    pair      the number of the query tile that speaks for a tile beside itself (itself: none does), if tiles are paired
     """
 
     entry: torch.Tensor
@@ -41,6 +42,7 @@ class Places:
     tile: int
     first: int = 0
     q_offset: int = 0
+    pair: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

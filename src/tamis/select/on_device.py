@@ -114,7 +114,8 @@ class DeviceScene:
         length = torch.tensor(tiling.lengths, dtype=torch.int32)
         owner = scene.document.to(torch.int32)
         slot = ((owner >= 0).cumsum(0) - 1).clamp(min=0).to(torch.int32)
-        places = Places(((start << LENGTH_BITS) | length).to(device), owner, slot, tiling.tile)
+        pair = torch.tensor(_pairs(scene), dtype=torch.int32).to(device)
+        places = Places(((start << LENGTH_BITS) | length).to(device), owner, slot, tiling.tile, pair=pair)
         tiles = scene.document_tiles.to(torch.int32)
         return cls(scene, places, start.to(device), length.to(device), tiles, tiles.tolist(), StoredBits.of(scene))
 
@@ -124,7 +125,11 @@ class DeviceScene:
         scene, whole = self.scene.chunk(first, last), self.places
         begin, end = bisect_left(self.owned, first), bisect_left(self.owned, last)
         slot = (whole.slot[:last] - begin).clamp(min=0)
-        places = Places(whole.entry[:last], whole.owner[:last], slot, whole.tile, first, scene.q_offset)
+        assert whole.pair is not None, "`of` sets it"
+        number = torch.arange(last, dtype=torch.int32, device=slot.device)
+        pair = whole.pair[:last]
+        pair = torch.where((pair < first) | (pair >= last), number, pair)
+        places = Places(whole.entry[:last], whole.owner[:last], slot, whole.tile, first, scene.q_offset, pair)
         return DeviceScene(
             scene,
             places,
@@ -142,10 +147,10 @@ class DeviceScene:
         return self._rows[n]
 
     @cached_property
-    def alone(self) -> Places:
-        """The places as if every tile of a document were a document."""
+    def alone(self) -> torch.Tensor:
+        """`Places.owner` as if every tile of a document were a document."""
         number = torch.arange(len(self.scene), dtype=torch.int32, device=self.places.owner.device)
-        return replace(self.places, owner=torch.where(self.places.owner < 0, -1, number))
+        return torch.where(self.places.owner < 0, -1, number)
 
     def lists(self, selector: Selector, layer: int, q: torch.Tensor, k: torch.Tensor, scale: float) -> TileLists:
         """What `lists_from_mask(selector.select(layer, q, k, scale, scene))` gives, for rotated q [Hq, C, D] and
@@ -153,26 +158,29 @@ class DeviceScene:
         from tamis.kernels.triton.tile_lists import tile_lists
         from tamis.kernels.triton.tile_scores import tile_scores
 
-        choice, sums, bars = CHOICES[type(selector)], None, Bars()
+        choice, sums, bars, places = CHOICES[type(selector)], None, Bars(), replace(self.places, pair=None)
         if isinstance(selector, Sampled | GlobalThreshold):
+            rows = selector.rows
             if isinstance(selector, Sampled):
                 bars = Bars(selector.mass)
             else:
                 bars = Bars(selector.floor, selector.theta, selector.power)
+                if selector.paired:
+                    rows, places = rows // 2, self.places
             if self.tiles.numel():
                 sums = tile_scores(
                     _dense(q),
                     _dense(k),
                     self.tiles,
-                    self.rows(selector.rows),
+                    self.rows(rows),
                     self.places,
                     scale=scale,
                 )
             else:
                 choice = Choice.NONE  # nothing to sample: every tile is one that all rows see
-        places, bits = self.places, None
+        bits = None
         if isinstance(selector, GlobalThreshold) and selector.local == "sampled":
-            places = self.alone  # no tile has a local one beside itself
+            places = replace(places, owner=self.alone)  # no tile has a local one beside itself
         elif choice in (Choice.STORED, Choice.SAMPLED) and self.bits is not None:
             bits = self.bits.layer(layer)
         entries, count, masked, area = tile_lists(places, q.shape[0], choice, bits=bits, sums=sums, bars=bars)
@@ -189,6 +197,15 @@ class DeviceScene:
             causal_area=(n * (n + 1) - before * (before + 1)) // 2 * q.shape[0],
             aligned=self.scene.tiling.aligned,
         )
+
+
+def _pairs(scene: Scene) -> list[int]:
+    """`variants.partners` of a whole prompt, on the host and by tile number."""
+    pair = list(range(len(scene)))
+    for own in scene.tiles_of:
+        for i in range(own.start, own.stop - 1, 2):
+            pair[i], pair[i + 1] = i + 1, i
+    return pair
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:

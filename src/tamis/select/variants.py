@@ -107,9 +107,15 @@ class GlobalThreshold(RowSampled):
     """`threshold`: one bar for the sampled mass of a tile in all heads and layers, see `rules.Threshold`."""
 
     def __init__(
-        self, theta: float = 0.01, floor: float = 0.5, rows: int = 8, local: str = "stored", power: float = 0.0
+        self,
+        theta: float = 0.01,
+        floor: float = 0.5,
+        rows: int = 8,
+        local: str = "stored",
+        power: float = 0.0,
+        paired: bool = False,
     ) -> None:
-        super().__init__(Threshold(theta, floor, power), rows=rows, local=local)
+        super().__init__(Threshold(theta, floor, power), rows=rows, local=local, paired=paired)
         self.theta, self.floor, self.power = theta, floor, power
 
 

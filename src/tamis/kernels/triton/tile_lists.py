@@ -64,6 +64,7 @@ def kernel(
     entry,
     document,
     slot,
+    pair,
     entries,
     count,
     masked,
@@ -79,6 +80,7 @@ def kernel(
     ca_head,
     MODE: tl.constexpr,
     BITS: tl.constexpr,
+    PAIRED: tl.constexpr,
     NP: tl.constexpr,
     T: tl.constexpr,
     S: tl.constexpr,
@@ -111,6 +113,11 @@ def kernel(
         if MODE == SAMPLED:
             base = sums + (h * NS + tl.load(slot + i)).to(tl.int64) * S * stride
             mass = _mass(base, o, causal & (own >= 0), stride, S, U, NP)
+            if PAIRED:
+                other = tl.load(pair + i)
+                base = sums + (h * NS + tl.load(slot + other)).to(tl.int64) * S * stride
+                theirs_too = tl.where(causal, _mass(base, o, (o <= other) & (own >= 0), stride, S, U, NP), 0.0)
+                mass = 0.5 * (mass + theirs_too / tl.maximum(tl.sum(theirs_too, 0), 1e-30))
             # a share of 1 is asked for as 2: everything that holds any mass, whatever the sums' rounding
             missing = share * tl.sum(mass, 0) - tl.sum(tl.where(chosen, mass, 0.0), 0)
             # a bar of 1 at most, but a theta above it, which no tile reaches, stays
@@ -147,7 +154,8 @@ def tile_lists(
 
     The NQ query tiles are those from `places.first` on.
     sums [Hq, NS, S, N] is what `tile_scores` gives for those that lie in documents, and `bars` says which of the
-    tiles they see are kept (`Choice.SAMPLED` alone). Without `bits` every tile of a document's own attention is local
+    tiles they see are kept (`Choice.SAMPLED` alone); with `places.pair` a tile's mass is the mean of its own and of its
+    partner's, over the tiles it sees. Without `bits` every tile of a document's own attention is local
     and every page is offered. At most `selection.MAX_TILES` tiles.
     """
     n = places.entry.numel()
@@ -164,6 +172,7 @@ def tile_lists(
         places.entry,
         places.owner,
         places.slot,
+        nothing if places.pair is None else places.pair,
         entries,
         *made,
         2.0 if bars.share >= 1 else bars.share,
@@ -175,6 +184,7 @@ def tile_lists(
         *((0, 0) if bits is None else (bits.la.stride(0), bits.ca.stride(0))),
         int(choice),
         bits is not None,
+        places.pair is not None,
         padded,
         places.tile,
         samples,

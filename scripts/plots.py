@@ -79,6 +79,60 @@ def ttft(out: Path) -> None:
     _save(figure, out)
 
 
+def reuse_quality(out: Path) -> None:
+    """KL of the first answer token against the share of stored tokens computed again, one panel per case."""
+    cases = means(ROOT / "results/reuse_quality.csv")
+    figure, axes = pyplot.subplots(1, len(cases), figsize=(4.6 * len(cases), 3.8), sharey=True, squeeze=False)
+    named = [p.rpartition("blend=")[2] for v in cases.values() for p in v if p.startswith("blend:") and ",blend=" in p]
+    rules = dict(zip(dict.fromkeys(sorted(named)), COLOURS.values(), strict=False))
+    points = {
+        "reuse": ("reuse", "x"),
+        "adapted/reuse": ("adapter + reuse", "*"),
+        "adapted/dense": ("adapter, dense", "^"),
+    }
+    for axis, (case, providers) in zip(axes[0], cases.items(), strict=True):
+        for rule, colour in rules.items():
+            found = [m for p, m in providers.items() if p.startswith("blend:") and p.endswith(f"blend={rule}")]
+            line = sorted((m["recomputed_mean"], m["kl_mean"]) for m in found)
+            if line:
+                axis.plot(*zip(*line, strict=True), color=colour, marker="o", markersize=4, label=f"blend, {rule}")
+        for provider, (label, marker) in points.items():
+            if provider in providers:
+                m = providers[provider]
+                at = m.get("recomputed_mean", 1.0)  # dense computes all
+                axis.scatter(at, m["kl_mean"], color="#444444", marker=marker, label=label, zorder=3)
+        if "none" in providers:
+            axis.axhline(providers["none"]["kl_mean"], color="#999999", linestyle=":", label="SIFT, no cross tiles")
+        axis.set(title=case, xlabel="share of stored tokens computed again")
+        axis.title.set_fontsize(7)
+        axis.grid(alpha=0.3)
+    axes[0][0].set(ylabel="KL from dense, first answer token (nats)", ylim=(0, None))
+    axes[0][-1].legend(fontsize=7)
+    _save(figure, out)
+
+
+def reuse_hits(out: Path) -> None:
+    """Share of document tokens served from the cache against the pool's bytes, one panel per workload."""
+    budgets = ("1gb", "10gb", "50gb", "unlimited")
+    cases = means(ROOT / "results/reuse.csv")
+    workloads = [w for w in ("ragpulse", "zipf2.1") if any(f"{w}/{b}" in cases for b in budgets)]
+    shown = {"prefix": ("prefix caching", "#6a4c93"), "cacheblend": ("CacheBlend", "#edae49"),
+             "block": ("Block-Attention copies", "#d1495b"), "lazy": ("Tamis, in place", "#00798c")}  # fmt: skip
+    figure, axes = pyplot.subplots(1, len(workloads), figsize=(4.2 * len(workloads), 3.6), sharey=True, squeeze=False)
+    for axis, workload in zip(axes[0], workloads, strict=True):
+        for provider, (label, colour) in shown.items():
+            rates = [cases.get(f"{workload}/{b}", {}).get(f"{provider}-modelled", {}) for b in budgets]
+            found = [(i, r["token_hit_rate"]) for i, r in enumerate(rates) if "token_hit_rate" in r]
+            if found:
+                axis.plot(*zip(*found, strict=True), color=colour, label=label, marker="o", markersize=4)
+        axis.set_xticks(range(len(budgets)), ["1 GB", "10 GB", "50 GB", "unlimited"])
+        axis.set(title=workload, xlabel="keys and values of Llama-3.1-8B", ylim=(0, 1))
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("document tokens served from the cache")
+    axes[0][0].legend(fontsize=7)
+    _save(figure, out)
+
+
 def _save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
@@ -90,4 +144,8 @@ def _save(figure: Any, path: Path) -> None:
 if __name__ == "__main__":
     density_kl(ROOT / "docs/img/density_kl.png")
     ttft(ROOT / "docs/img/ttft.png")
+    if (ROOT / "results/reuse_quality.csv").exists():
+        reuse_quality(ROOT / "docs/img/reuse_quality.png")
+    if (ROOT / "results/reuse.csv").exists():
+        reuse_hits(ROOT / "docs/img/reuse_hits.png")
     sys.exit(0)

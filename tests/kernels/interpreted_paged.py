@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 from interpreted import fix_interpreter
-from paged_cases import Scene, flipped, ignored, make, worst
-from paged_shapes import DECODE, PREFILL
+from paged_cases import Result, Scene, flipped, ignored, make, share_of_bound, worst
+from paged_shapes import DECODE, PACKED, PREFILL
 
 MUTATIONS = ("offsets ignored", "rotation flipped", "wrong KV head", "last entry dropped")
 
@@ -30,26 +30,57 @@ def broken(kind: str, scene: Scene) -> Scene:
 
 
 def prefill(scene: Scene, kernel: str = "triton") -> dict[str, float]:
-    """Errors of the first request."""
+    """Errors of the first request; for the Triton kernels also against the reference that rounds as they do."""
     from tamis.kernels.paged_dispatch import paged_attention
+    from tamis.kernels.reference import paged as reference
 
-    tiles = scene.tiles[0].to(scene.keys.device)
-    made = paged_attention(
-        scene.q[0], scene.keys, scene.values, tiles, scene.lists(), scale=scene.shape.scale, kernel=kernel
-    )
-    return worst(made, scene.expected[0])
+    args = scene.q[0], scene.keys, scene.values, scene.tiles[0].to(scene.keys.device), scene.lists()
+    made = paged_attention(*args, scale=scene.shape.scale, kernel=kernel)
+    found = worst(made, scene.expected[0])
+    if kernel == "triton":
+        found |= against(made, reference.paged_attention(*args, scale=scene.shape.scale, rounded=True))
+        found |= share_of_bound(made, scene, 0)
+    return found
 
 
 def decode(scene: Scene, kernel: str = "triton", programs: int = 8) -> dict[str, float]:
-    """The worst errors of all requests; the place that no request has must give zeros."""
+    """The worst errors of all requests, as for `prefill`; the place that no request has must give zeros."""
     from tamis.kernels.paged_dispatch import paged_decode
+    from tamis.kernels.reference import paged as reference
 
-    q, plan = scene.batch(), scene.plan(programs=programs)
-    out, lse = paged_decode(q, scene.keys, scene.values, plan, scale=scene.shape.scale, kernel=kernel)
+    args = scene.batch(), scene.keys, scene.values, scene.plan(programs=programs)
+    out, lse = paged_decode(*args, scale=scene.shape.scale, kernel=kernel)
     found = [worst((out[b], lse[b]), scene.expected[b]) for b in range(len(scene.q))]
+    if kernel == "triton":
+        rounded = reference.paged_decode(*args, scale=scene.shape.scale, rounded=True)
+        for b, f in enumerate(found):
+            f |= against((out[b], lse[b]), (rounded[0][b], rounded[1][b])) | share_of_bound((out[b], lse[b]), scene, b)
     unused = bool((out[-1] == 0).all()) and bool((lse[-1] == -torch.inf).all())
     found.append(dict.fromkeys(found[0], 0.0 if unused else float("nan")))
     return {name: max((f[name] for f in found), key=lambda x: (x != x, x)) for name in found[0]}
+
+
+def packed(scene: Scene, kernel: str = "triton", *, moved: bool = True) -> dict[str, float]:
+    """Errors of all requests in one call; `moved`: the runs name the joined documents, as they must."""
+    from tamis.kernels.paged_dispatch import paged_attention
+    from tamis.kernels.paged_packed import concat_paged
+
+    own = [scene.lists(i) for i in range(len(scene.q))]
+    device = scene.keys.device
+    tiles, lists = concat_paged([(t.to(device), p) for t, p in zip(scene.tiles, own, strict=True)])
+    if not moved:
+        room = lists.runs.shape[2]
+        runs = [torch.nn.functional.pad(p.runs, (0, 0, 0, room - p.runs.shape[2])) for p in own]
+        lists = replace(lists, runs=torch.cat(runs, 1))
+    q = torch.cat(scene.q, 1)
+    made = paged_attention(q, scene.keys, scene.values, tiles, lists, scale=scene.shape.scale, kernel=kernel)
+    return worst(made, (torch.cat([e[0] for e in scene.expected], 1), torch.cat([e[1] for e in scene.expected], 1)))
+
+
+def against(made: Result, rounded: Result) -> dict[str, float]:
+    """Errors against the reference that rounds."""
+    errors = worst(made, (rounded[0].double().cpu(), rounded[1].double().cpu()))
+    return {f"rounded {name}": value for name, value in errors.items()}
 
 
 def by_parts() -> dict[str, float]:
@@ -111,6 +142,8 @@ def main() -> None:
     rows += [(f"decode {name}", decode(make(shape))) for name, shape in DECODE.items()]
     rows.append(("decode long splits", decode(make(DECODE["step"]), programs=1)))
     rows += [("half a page a step", by_parts()), ("strided", strided()), ("lists of each head", each_head())]
+    rows += [("packed", packed(make(PACKED))), ("packed, holes", packed(make(replace(PACKED, holes=True))))]
+    rows.append(("packed broken: documents not moved", packed(make(PACKED), moved=False)))
     for kind in MUTATIONS:
         rows.append((f"prefill broken: {kind}", prefill(broken(kind, make(PREFILL["mixed"])))))
         rows.append((f"decode broken: {kind}", decode(broken(kind, make(DECODE["step"])))))

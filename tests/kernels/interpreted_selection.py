@@ -20,6 +20,7 @@ from tamis.select.stored import Stored
 from tamis.select.variants import GlobalThreshold
 
 HALF = torch.float16
+PAIRS = "many pairs"
 CASES = {
     "odd documents": Case((40, 1, 16, 21)),
     "fp16, tile of 32, 8 rows": Case((70, 33), heads=(2, 1), tile=32, rows=8, dtype=HALF),
@@ -30,6 +31,7 @@ CASES = {
     "chunk inside a document": Case((40, 1, 16, 21), window=(2, 4)),
     "last chunk": Case((40, 1, 16, 21), window=(5, 9), records="some"),
     "first chunk": Case((40, 1, 16, 21), heads=(2, 1), window=(0, 3)),
+    PAIRS: Case((96, 80)),
 }
 MUTATIONS = (
     "scores of the wrong KV head",
@@ -43,6 +45,8 @@ MUTATIONS = (
 
 def selectors(name: str, case: Case) -> dict[str, Selector]:
     """The selectors that have kernels; the plainest two only once."""
+    if name == PAIRS:  # a partner's mass counts as a share of what the tile itself sees: few lists show it
+        return {"threshold, paired": GlobalThreshold(0.2, 0.0, 2, "sampled", paired=True)}
     most: dict[str, Selector] = {
         "sampled": Sampled(case.rows, 0.8),
         "sampled, all of it": Sampled(case.rows, 1.0),

@@ -36,6 +36,7 @@ PREFILL = {
     "holes": Shape((MIXED,), holes=True),
     "holes, fp16": Shape((MIXED,), holes=True, dtype=HALF),
     "needle": Shape((MIXED,), needle=True, rows=16),
+    "needle, fp16": Shape((MIXED,), dim=128, needle=True, rows=16, dtype=HALF),
     "head dim 96": Shape((MIXED,), (2, 1), 96),
     "head dim 24, rotary 8": Shape((MIXED,), (2, 1), 24, rotary=8),
     "ALiBi": Shape((MIXED,), alibi=True),
@@ -48,11 +49,23 @@ DECODE = {
     "step, one head each": Shape(STEP, (2, 2), 32),
     "step, holes": Shape(STEP, holes=True),
     "step, needle": Shape(STEP, needle=True),
+    "step, needle, fp16": Shape(STEP, (8, 2), 128, needle=True, dtype=HALF),
     "step, partial rotary": Shape(STEP, (4, 2), 64, rotary=32),
     "step, head dim 96": Shape(STEP, (2, 1), 96),
     "step, ALiBi": Shape(STEP, alibi=True),
     "three rows each": Shape(MANY, (4, 2), holes=True),
 }
+
+# requests of one call: they share a document at different offsets, and one has no document and no angles
+PACKED = Shape(
+    (
+        Prompt(STEP[0].parts, tuple(range(150, 174))),
+        Prompt((("own", 9, 0),), tuple(range(9))),
+        Prompt(STEP[1].parts, (70_096,)),
+        Prompt(STEP[2].parts, tuple(range(200, 230))),
+    ),
+    rows=16,
+)
 
 # what a GPU is given besides
 BF16 = torch.bfloat16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -23,7 +24,7 @@ from tamis.select.on_device import CHOICES, DeviceScene, StoredBits, mask_of, wh
 from tamis.select.oracle import Oracle, true_mass
 from tamis.select.sampled import Sampled, sample_rows
 from tamis.select.stored import Stored
-from tamis.select.variants import GlobalThreshold
+from tamis.select.variants import GlobalThreshold, partners
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 BF16 = torch.bfloat16
@@ -118,6 +119,19 @@ class TestScene:
         q, scene = torch.zeros(4, 8, 16), scene_of(Case((40,)))
         assert "Oracle" in str(why_not(Oracle(0.9), q, scene))
         assert "cpu" in str(why_not(Stored(), q, scene))
+        for selector in (GlobalThreshold(rows=0), GlobalThreshold(rows=16), GlobalThreshold(local="both")):
+            assert "has no kernel" in str(why_not(selector, q, scene))  # 16 rows are all of this tile
+
+    @pytest.mark.parametrize("documents", [(40, 1, 16, 21), (48, 48), (64,), (9,) * 5])
+    def test_pairs_are_those_of_the_selector(self, documents):
+        """The same partners in every window, and none in another document."""
+        scene = scene_of(Case(documents))
+        whole = DeviceScene.of(scene)
+        for first, last in itertools.combinations(range(len(scene) + 1), 2):
+            cut = whole.chunk(first, last)
+            pair = cut.places.pair[first:last]
+            assert (pair - first).tolist() == partners(scene.chunk(first, last)).tolist()
+            assert torch.equal(scene.document[pair], scene.document[first:last])
 
 
 GPU = {

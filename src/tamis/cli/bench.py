@@ -113,11 +113,16 @@ def ttft(
         typer.echo(what, err=True)
 
     plan = Plan(
-        shape, lengths_of(tokens), dense.split(","), selectors.split(";"), densities, layers=layers, repeats=repeats,
-        fp8=fp8, device=device, peer=peer,
+        shape, lengths_of(tokens), _parts(dense, ","), _parts(selectors, ";"), densities, layers=layers,
+        repeats=repeats, fp8=fp8, device=device, peer=peer,
     )  # fmt: skip
     made = bench_ttft(plan, note, lambda rows: record(rows, "ttft", results))
     print(jsonlib.dumps(made.to_dict()) if json else table(made))
+
+
+def _parts(text: str, separator: str) -> list[str]:
+    """What stands between separators, without blanks and what is empty."""
+    return [part for word in text.split(separator) if (part := "".join(word.split()))]
 
 
 def lengths_of(text: str) -> list[int]:
@@ -131,16 +136,32 @@ def lengths_of(text: str) -> list[int]:
 
 
 def record(rows: Sequence[Row], bench: str, folder: str | None) -> str | None:
-    """Append rows to the results folder, if there is one or one is named. Returns the file."""
+    """Append rows to the results folder, if there is one or one is named. Returns the file.
+
+    Where it cannot be written the rows go to stderr, for they took long to make, and InvalidInput is raised.
+    """
     from tamis.bench.machine import describe_machine
     from tamis.bench.results import append_rows
+    from tamis.core.errors import InvalidInput
 
     if folder is None and not Path("results").is_dir():
         return None
     command = " ".join(["tamis", *sys.argv[1:]])
-    path = append_rows(rows, bench, machine=describe_machine(), command=command, folder=folder or "results")
+    where = folder or "results"
+    try:
+        path = append_rows(rows, bench, machine=describe_machine(), command=command, folder=where)
+    except OSError as e:
+        for row in rows:
+            typer.echo(
+                f"{row.case},{row.provider},{row.metric},{row.p20:g},{row.p50:g},{row.p80:g},{row.unit}", err=True
+            )
+        raise InvalidInput(
+            f"the rows above were not kept: {e}. Name a folder that can be written with --results."
+        ) from e
     return str(path)
 
 
 from tamis.cli import bench_attention as _bench_attention  # noqa: E402, F401 - adds its command to `app`
 from tamis.cli import bench_index as _bench_index  # noqa: E402, F401 - adds its command to `app`
+from tamis.cli import bench_paged as _bench_paged  # noqa: E402, F401 - adds its command to `app`
+from tamis.cli import bench_reuse as _bench_reuse  # noqa: E402, F401 - adds its command to `app`

@@ -16,6 +16,7 @@ import torch
 from tamis.core.errors import InvalidInput
 from tamis.kernels.lists import TILE
 from tamis.kernels.paged import DOCUMENT, LENGTH, POSITION, KeyTiles
+from tamis.kernels.paged_packed import joined_tiles
 
 MOST_PAGES = 16  # of a split: short enough to even out many programs, long enough that partial results stay < 1 %
 PROGRAMS_PER_SM = 3  # what fits an SM of sm_90 at once
@@ -94,7 +95,10 @@ class DecodePlan:
         self._check(requests, q_position)
         counts = torch.tensor([r.table.shape[0] for r in requests])
         request = torch.repeat_interleave(torch.arange(len(requests)), counts)
-        table, holes = self._joined(requests)
+        joined = joined_tiles(requests)
+        table, holes = joined.table, joined.holes
+        if holes is None and self.tiles.holes is not None:
+            holes = torch.zeros((len(table), self.room.page), dtype=torch.uint8)
         rows = torch.arange(len(table))
         full = table[:, LENGTH] == self.room.page
         if holes is not None:
@@ -121,10 +125,9 @@ class DecodePlan:
         _put(self.tiles.table, table[order])
         if holes is not None and self.tiles.holes is not None:
             _put(self.tiles.holes, holes[order])
-        for name in ("cos", "sin"):
-            parts = [t for t in (getattr(r, name) for r in requests) if t is not None]
-            if parts:
-                _put(getattr(self.tiles, name), torch.cat(parts))
+        for kept, new in ((self.tiles.cos, joined.cos), (self.tiles.sin, joined.sin)):
+            if kept is not None and new is not None:
+                _put(kept, new)
         _put(self.q_position, q_position.to(torch.int32))
         for kept, new in ((self.splits, made), (self.ranges, ranges), (self.growing, growing)):
             _put(kept, new)
@@ -164,19 +167,6 @@ class DecodePlan:
                 )
             if r.holes is not None and not room.holes:
                 raise InvalidInput("a request has holes and the plan was reserved without; reserve it with holes=True.")
-
-    def _joined(self, requests: Sequence[KeyTiles]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The requests' tables below each other, documents numbered through, and their holes."""
-        tables, holes, base = [], [], 0
-        for r in requests:
-            table = r.table.clone()
-            table[:, DOCUMENT] += (table[:, DOCUMENT] >= 0).int() * base
-            tables.append(table)
-            if self.room.holes:
-                none = torch.zeros((len(table), self.room.page), dtype=torch.uint8)
-                holes.append(none if r.holes is None else r.holes)
-            base += 0 if r.cos is None else r.cos.shape[0]
-        return torch.cat(tables), torch.cat(holes) if holes else None
 
     def _split_numbers(self, run_key: torch.Tensor, units: int) -> torch.Tensor:
         """int64 [N]: the split of each tile, for tiles sorted by run: even pieces of at most so many pages of a run."""

@@ -124,7 +124,7 @@ def test_cases_that_cannot_be_measured(case: str, why: str) -> None:
 def test_names_that_do_not_exist() -> None:
     with pytest.raises(UnknownName, match="'gluon'"):
         bench_attention(["256/d64/0.5"], ["gluo"], device="cpu")
-    with pytest.raises(InvalidInput, match="cpu and cuda"):
+    with pytest.raises(InvalidInput, match="cpu, cuda, or cuda:1"):
         bench_attention(device="tpu")
 
 

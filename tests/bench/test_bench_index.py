@@ -12,7 +12,7 @@ import torch
 from tamis.attention import offline
 from tamis.bench import index as bench
 from tamis.bench.index import bench_index, check_packing, shape_subject, text_subject
-from tamis.core.errors import InvalidInput, TamisError
+from tamis.core.errors import ContextOverflow, InvalidInput, TamisError
 from tamis.engine.llm import LLM
 from tamis.kernels import dispatch
 
@@ -67,6 +67,27 @@ def test_nothing_is_timed_when_documents_see_each_other(llm: LLM, monkeypatch: p
     with pytest.raises(TamisError, match=r"share a pass differ from each alone by"):
         bench_index(text_subject(llm, 3, 200), repeats=1, note=told.append)
     assert told == []
+
+
+def test_a_nan_of_any_document_is_a_difference(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = bench.observe_documents
+
+    def broken(model: Any, switch: Any, documents: Any, prefix: Any, **how: Any) -> Any:
+        found = real(model, switch, documents, prefix, **how)
+        if len(documents) > 1:
+            found[-1].tile_mass[0] = float("nan")
+        return found
+
+    monkeypatch.setattr(bench, "observe_documents", broken)
+    with pytest.raises(TamisError, match="differ from each alone by nan"):
+        check_packing(text_subject(llm, 3, 200))
+
+
+def test_documents_beyond_the_context_are_named_before_a_pass(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "packed_forward", lambda *_: pytest.fail("a pass was made"))
+    limit = llm.runner.geometry.context_tokens
+    with pytest.raises(ContextOverflow, match=f"a document of {limit} tokens behind a prefix"):
+        bench_index(text_subject(llm, 1, limit))
 
 
 @pytest.mark.parametrize(("tokens", "same"), [(128, False), (140, True)])

@@ -209,6 +209,12 @@ class TestPeers:
         with pytest.raises(InvalidInput, match=message):
             load_peers(tmp_path / "p")
 
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_of_two_near_ones_the_nearer_is_taken(self, order: int) -> None:
+        near = [PeerTime("vllm-0.26.0", n, (1.0,)) for n in (32500, 32760, 32900)][::order]
+        other = PeerTime("vllm-0.27.0", 32800, (1.0,))
+        assert nearest_peers([*near, other], 32768) == [near[1], other]
+
     def test_a_missing_file_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(NothingFound, match="no peer's file"):
             load_peers(tmp_path / "p")
@@ -228,12 +234,14 @@ class TestPeers:
 
 def test_the_command_prints_one_object_with_the_peer_beside(tmp_path: Path, densities: str) -> None:
     (tmp_path / "p").write_text('{"vllm": "0.26.0", "tokens": 1510, "ttft_s": 1.0}\n')
-    arguments = ["ttft", "--shape", "tiny", "--tokens", "1500", "--selectors", SPEC, "--densities", densities]
+    loosely = f"; {SPEC.replace(',', ', ')};{SPEC}"  # blanks and doubles do not matter
+    arguments = ["ttft", "--shape", "tiny", "--tokens", "1500", "--selectors", loosely, "--densities", densities]
     arguments += ["--repeats", "1", "--device", "cpu", "--results", str(tmp_path), "--peer", str(tmp_path / "p")]
+    arguments += ["--dense", " dense-tamis,"]
     run = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
     made = json.loads(run.stdout)
     assert [r["provider"] for r in made["results"]] == ["dense-tamis", SPEC]
-    assert made["peers"][0]["provider"] == "vllm-0.26.0" and "dense-fa4" in made["left_out"]
+    assert made["peers"][0]["provider"] == "vllm-0.26.0" and made["left_out"] == {}
     assert "vllm-0.26.0,ttft_s,1,1,1,s" in (tmp_path / "ttft.csv").read_text()
 
 

@@ -32,13 +32,18 @@ def test_research(tamis: Run, failed: Run, model_folder: str, data: Path, tmp_pa
     assert list(found["variants"]) == ["none", "sampled:mass=0.5"] and found["case"].endswith("/q/600")
     assert found["variants"]["none"]["kl"]["n"] == 2
     rows = Path(found["results"]).read_text().splitlines()
-    assert len(rows) == 1 + 2 * 7 and "sampled:mass=0.5" in rows[-1]
+    # of each variant the number of prompts, and every metric's quantiles and mean
+    assert len(rows) == 1 + 2 * (1 + 2 * 7) and "sampled:mass=0.5" in rows[-1]
+    assert [row.split(",")[-5:] for row in rows if ",prompts," in row] == [["prompts", "2", "2", "2", "1"]] * 2
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
     again = tamis(*common, "--variants", "none;all")
     assert again.code == 0 and "none" in again.out and "kl_rows" in again.out and "sampled" not in again.out
     assert (tmp_path / "log.jsonl").read_text().splitlines()[:4] == lines
     assert "unknown selector" in failed(*common, "--variants", "nonne")
     assert "left no time" in failed(*common, "--variants", "stored", "--deadline-s", 0)
+    assert "names none" in failed(*common, "--variants", " ;")
+    fewer = tamis(*common, "--variants", "none", "--limit", 1, "--json").json
+    assert fewer["variants"]["none"]["kl"]["n"] == 1, "the log's other questions were not asked for"
 
 
 def test_a_stretched_context(tamis: Run, failed: Run, model_folder: str, data: Path) -> None:
@@ -58,3 +63,16 @@ def test_calibrate(tamis: Run, failed: Run, model_folder: str, data: Path, tmp_p
     found = tamis(*asked, "--variants", f"calibrated:file={out}", "--json").json
     assert 0 < found["variants"][f"calibrated:file={out}"]["density"]["mean"] <= 1
     assert "smallest share" in failed(*common, "--density", 0.001)
+
+
+def test_calibrate_leaves_the_questions_to_test_on_out(
+    tamis: Run, failed: Run, model_folder: str, data: Path, tmp_path: Path
+) -> None:
+    """Their passages fill prompts, but they are never asked, however few are left."""
+    common = ["eval", "calibrate", "--data", data, "--model", model_folder, "--tokens", 600, "--density", 0.9]
+    out = tmp_path / "new" / "t.json"
+    tamis(*common, "--skip", 2, "--limit", 3, "--out", out)
+    one = tmp_path / "one.json"
+    tamis(*common, "--skip", 2, "--limit", 1, "--out", one)
+    assert json.loads(out.read_text()) == json.loads(one.read_text())
+    assert "leaves none of the 3 questions" in failed(*common, "--skip", 3, "--out", one)

@@ -34,6 +34,7 @@ from tamis.select.oracle import true_mass
 from tamis.select.rules import Share, Threshold
 from tamis.select.scene import Scene
 from tamis.select.variants import RowSampled
+from tamis.select.vertical_slash import VerticalSlash
 
 
 def question(number: int) -> Question:
@@ -60,6 +61,10 @@ class TestParse:
         assert isinstance(made, RowSampled) and (made.rule, made.rows) == (Threshold(0.01, power=0.5), 4)
         found = parse_variant("stored:alpha=0.1,gamma_ca=0.3")
         assert found.bits == {"alpha": 0.1, "gamma": 0.3} and not found.corrected
+        made = parse_variant("oracle:mass=0.8").selector
+        assert isinstance(made, RowSampled) and (made.rows, made.local, made.rule) == (0, "sampled", Share(0.8))
+        made = parse_variant("vertical_slash:budget=none").selector
+        assert isinstance(made, VerticalSlash) and made.budget is None
 
     @pytest.mark.parametrize("spec", DEFAULT_VARIANTS)
     def test_defaults(self, spec: str) -> None:
@@ -77,7 +82,14 @@ class TestParse:
             ("threshold:power=-1", "power is -1"),
             ("xattention+mean", "needs estimated masses"),
             ("sampled+median", "only \\+mean"),
-            ("xattention:stride=wide", "variant xattention with"),
+            ("xattention:stride=wide", "variant xattention: stride is 'wide'; give a whole number"),
+            ("vertical_slash:rows=1.5", "rows is '1.5'; give a whole number"),
+            ("sampled:rows=true", "rows is 'true'; give a whole number"),
+            ("sampled:paired=no", "paired is 'no'; give true or false"),
+            ("sampled:rows=0,paired=true", "paired tiles need an even number of rows, 2 or more"),
+            ("threshold:theta=high", "theta is 'high'; give a number"),
+            ("sampled:question=5", "question is 5; allowed are shares"),
+            ("oracle:rows=4", "unknown option of oracle 'rows'"),
             ("calibrated:file=nowhere.json", "no thresholds file"),
             ("", "unknown selector"),
         ],

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tamis.bench.machine import device_of
 from tamis.bench.results import Row, quantiles
 from tamis.core.errors import InvalidInput, Unavailable, UnknownName
 from tamis.core.registry import unknown
@@ -327,14 +328,6 @@ def _said(error: BaseException) -> str:
     return text if isinstance(error, Unavailable) else f"{type(error).__name__}: {text}"
 
 
-def _device(name: str) -> torch.device:
-    if name.partition(":")[0] not in HEADS:
-        raise InvalidInput(f"device is {name!r}; attention is measured on cpu and cuda.")
-    if name != "cpu" and not torch.cuda.is_available():
-        raise Unavailable(f"device is {name!r} and torch sees no NVIDIA GPU; leave --device out to measure on the CPU.")
-    return torch.device(name)
-
-
 def bench_attention(
     cases: Sequence[str] = (),
     providers: Sequence[str] = (),
@@ -349,7 +342,7 @@ def bench_attention(
     Returns {"device", "measured": one dictionary each, "left_out": {provider/case: reason}}. Raises InvalidInput for a
     case that cannot be read or measured, UnknownName for a provider that does not exist, Unavailable if none runs here.
     """
-    where = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_of(device)
     given = cases or (GPU_CASES if where.type == "cuda" else CPU_CASES)
     asked = list(dict.fromkeys(AttentionCase.parse(text) for text in given))
     names = list(dict.fromkeys(providers)) or [n for n, p in PROVIDERS.items() if p.home == where.type]

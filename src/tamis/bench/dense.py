@@ -39,6 +39,8 @@ def dense_functions(
     left_out: dict[str, str] = {}
     for name in MAKERS if every else names:
         if name not in MAKERS:
+            if name == "all":
+                raise InvalidInput(f"dense providers are {', '.join(names)}; 'all' stands alone.")
             raise InvalidInput(unknown("dense provider", name, [*MAKERS, "all"]))
         try:
             attention = MAKERS[name](device)

@@ -23,7 +23,7 @@ NEAR = 0.05  # a prompt longer by less is not beyond its recording: asked for 32
 
 @dataclass(frozen=True)
 class Recorded:
-    """density[layer][head] of document rows' causal area in one setting, mean over `prompts` prompts.
+    """density[layer][head]: share of a prompt's causal area computed in one setting, mean over `prompts` prompts.
 
     kl is the mean divergence of the first token from dense in the same runs: the quality that the densities bought.
     """
@@ -71,22 +71,32 @@ def load(path: Path | str) -> list[Recorded]:
     """Read what `save` wrote. Raises NothingFound or InvalidInput."""
     try:
         rows = json.loads(Path(path).read_text())
-        return [Recorded(**row | {"density": tuple(tuple(h) for h in row["density"])}) for row in rows]
+        found = [Recorded(**row | {"density": tuple(tuple(h) for h in row["density"])}) for row in rows]
     except FileNotFoundError as e:
         raise NothingFound(f"no recorded densities at {path}; make them with `tamis bench record-densities`.") from e
     except (ValueError, TypeError, KeyError) as e:
         raise InvalidInput(f"{path} does not hold recorded densities: {e}.") from e
+    if not found:
+        raise InvalidInput(f"{path} does not hold recorded densities; `tamis bench record-densities` writes some.")
+    return found
 
 
 def from_log(path: Path | str, model: str, data: str) -> list[Recorded]:
-    """Recordings out of a log of `tamis eval research`, one for each variant and prompt length in it."""
+    """Recordings out of a log of `tamis eval research`, one for each variant and prompt length in it.
+
+    Raises NothingFound for a log that is missing or holds no densities, and InvalidInput for one that is damaged or
+    holds one length of several models or question sets: their mean would be nobody's.
+    """
     settings: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for line in Path(path).read_text().splitlines():
-        result = json.loads(line)
-        if "heads" in result:
-            asked = result["case"].rpartition("/")[2]  # the length asked for; "own" for prompts as they came
-            length = int(asked) if asked.isdigit() else result["tokens"]
-            settings.setdefault((result["variant"], length), []).append(result)
+    for result in _logged(path):
+        asked = result["case"].rpartition("/")[2]  # the length asked for; "own" for prompts as they came
+        length = int(asked) if asked.isdigit() else result["tokens"]
+        settings.setdefault((result["variant"], length), []).append(result)
+    for (_, tokens), results in settings.items():
+        if len(cases := sorted({r["case"] for r in results})) > 1:
+            raise InvalidInput(
+                f"{path} holds {', '.join(cases)} at {tokens} tokens; give a log of one model and question set."
+            )
     return [
         Recorded(
             model=model,
@@ -103,6 +113,25 @@ def from_log(path: Path | str, model: str, data: str) -> list[Recorded]:
         )
         for (variant, tokens), results in sorted(settings.items())
     ]
+
+
+def _logged(path: Path | str) -> list[dict[str, Any]]:
+    """The lines of a log that hold densities. One that a kill cut short is left out."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as e:
+        raise NothingFound(f"there is no log at {path}; `tamis eval research --log` writes one.") from e
+    found = []
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        try:
+            result = json.loads(line)
+            if "heads" in result:
+                found.append({name: result[name] for name in ("case", "variant", "tokens", "kl", "agreement", "heads")})
+        except (ValueError, KeyError, TypeError) as e:
+            raise InvalidInput(f"{path}, line {number} is no result of `tamis eval research`: {e}.") from e
+    if not found:
+        raise NothingFound(f"{path} holds no densities; give a log of `tamis eval research`.")
+    return found
 
 
 def nearest(recorded: list[Recorded], selector: str, tokens: int) -> Recorded:

@@ -12,6 +12,7 @@ from tamis.bench.shapes import experts_of
 from tamis.core.errors import InvalidInput
 
 LARGEST = 448.0  # of float8_e4m3fn
+WITH_EXPERTS = "float8 is for models without experts; bench this shape without --fp8."
 
 
 class Fp8Linear(torch.nn.Module):
@@ -51,7 +52,7 @@ def _one_kernel() -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 def to_fp8(model: Any) -> None:
     """Replace every linear layer but the output head by `Fp8Linear`, in place. Raises InvalidInput for experts."""
     if experts_of(model):
-        raise InvalidInput("float8 is for models without experts; bench this shape without --fp8.")
+        raise InvalidInput(WITH_EXPERTS)
     for layer in model.model.layers:
         for parent in (layer.self_attn, layer.mlp):
             for name, child in list(parent.named_children()):

@@ -19,10 +19,11 @@ from tamis.attention.offline import Indexer, index_spec, observe_documents, pack
 from tamis.bench.results import Row
 from tamis.bench.shapes import random_model
 from tamis.bench.text import passages
-from tamis.core.errors import InvalidInput, TamisError
+from tamis.core.errors import ContextOverflow, InvalidInput, TamisError
 from tamis.index.spec import IndexSpec, Thresholds
 from tamis.index.store import RecordStore
 from tamis.kernels import dispatch
+from tamis.model.family import geometry
 
 if TYPE_CHECKING:
     from tamis.engine.llm import LLM
@@ -111,8 +112,8 @@ def bench_index(
 ) -> IndexResult:
     """Observe and store all documents, and prefill them dense in the same packs, `repeats` times each after a warm-up.
 
-    Raises InvalidInput for documents of one tile (they need no pass) or twice the same, and TamisError if documents
-    that share a pass do not give what each gives alone.
+    Raises InvalidInput for documents of one tile (they need no pass) or twice the same, ContextOverflow for those that
+    do not fit the model, and TamisError if documents that share a pass do not give what each gives alone.
     """
     _check(subject)
     gate = check_packing(subject)
@@ -158,7 +159,8 @@ def check_packing(subject: Subject) -> float:
         return [stats.tile_mass for stats in found]
 
     alone = [mass for document in few for mass in masses([document])]
-    error = max(float((a - b).abs().max()) for a, b in zip(masses(few), alone, strict=True))
+    differences = [(a - b).abs().max() for a, b in zip(masses(few), alone, strict=True)]
+    error = float(torch.stack(differences).max())  # a NaN stays one
     allowed = GATE_ERROR if next(subject.model.parameters()).dtype == torch.float32 else GATE_ERROR_HALF
     if not error <= allowed:
         raise TamisError(
@@ -206,6 +208,12 @@ def _check(subject: Subject) -> None:
         raise InvalidInput(
             f"{len(subject.documents)} documents, {distinct} of them different, the shortest of {shortest} tokens; "
             f"give different ones of more than {subject.spec.tile} tokens (a shorter one needs no pass)."
+        )
+    longest, limit = max(map(len, subject.documents)), geometry(subject.model.config).context_tokens
+    if len(subject.prefix) + longest > limit:
+        raise ContextOverflow(
+            f"a document of {longest} tokens behind a prefix of {len(subject.prefix)} exceeds the model's {limit}; "
+            "give fewer tokens."
         )
 
 

@@ -10,6 +10,12 @@ import sys
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tamis.core.errors import InvalidInput, Unavailable
+
+if TYPE_CHECKING:
+    import torch
 
 _WAIT_S = 10.0  # a driver that does not answer must not hold up a bench
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -63,6 +69,26 @@ def describe_machine() -> Machine:
         driver=driver or _driver_from_kernel(),
         commit=_commit(Path(__file__)),
     )
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device to measure on: the GPU where there is one, or that which is named ("cpu", "cuda", "cuda:1").
+
+    Raises InvalidInput for another name and Unavailable for a GPU that is not there.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if name is None:
+        return torch.device("cuda" if gpus else "cpu")
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
+        raise InvalidInput(f"device is {name!r}; benchmarks run on cpu, cuda, or cuda:1 and so on.")
+    if kind == "cuda" and int(number or 0) >= gpus:
+        raise Unavailable(
+            f"device is {name!r} and torch sees {gpus} NVIDIA GPUs; leave --device out, or name one that is there."
+        )
+    return torch.device(name)
 
 
 def _run(*command: str) -> str:

@@ -17,6 +17,7 @@ from tamis.core.errors import InvalidInput
 from tamis.index.encode import Bits
 from tamis.kernels import dispatch
 from tamis.kernels.lists import TILE, TileLists
+from tamis.kernels.packed import MOST_KEYS
 from tamis.prompt.segments import Kind, Prompt
 from tamis.select import on_device
 from tamis.select.parse import parse_variant
@@ -103,6 +104,8 @@ def bench_prompt(tokens: int, vocabulary: int) -> Prompt:
     if room < DOCUMENT_TOKENS:
         least = PREFIX_TOKENS + QUESTION_TOKENS + DOCUMENT_TOKENS
         raise InvalidInput(f"{tokens} tokens are too few: prefix, question and one document take {least:,}.")
+    if tokens > MOST_KEYS:
+        raise InvalidInput(f"{tokens} tokens are too many: tile lists address at most {MOST_KEYS:,}.")
     lengths = [DOCUMENT_TOKENS] * (room // DOCUMENT_TOKENS) + (
         [room % DOCUMENT_TOKENS] if room % DOCUMENT_TOKENS else []
     )

@@ -54,6 +54,13 @@ def shape_of(name: str) -> Shape:
     return SHAPES[name]
 
 
+def check_layers(name: str, layers: int | None) -> None:
+    """Raises InvalidInput unless so many layers (None: all) can be built of shape `name`."""
+    most = shape_of(name).layers
+    if layers is not None and not 1 <= layers <= most:
+        raise InvalidInput(f"layers is {layers}; {name} has {most}: give 1 to {most}.")
+
+
 def random_model(
     name: str, *, device: str, dtype: torch.dtype, layers: int | None = None, context: int = 131072
 ) -> Any:
@@ -64,8 +71,7 @@ def random_model(
     import transformers as hf
 
     shape = shape_of(name)
-    if layers is not None and not 1 <= layers <= shape.layers:
-        raise InvalidInput(f"layers is {layers}; {name} has {shape.layers}: give 1 to {shape.layers}.")
+    check_layers(name, layers)
     stem = CLASSES[shape.family]
     if not hasattr(hf, f"{stem}ForCausalLM"):
         raise Unavailable(f"transformers {hf.__version__} has no {stem}; {name} needs a newer one.")

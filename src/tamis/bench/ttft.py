@@ -18,12 +18,13 @@ from tamis.bench.clock import Clock
 from tamis.bench.dense import Attention, Heads, dense_functions
 from tamis.bench.densities import EVERY_TILE, Recorded, lists_of_density, load, nearest
 from tamis.bench.energy import EnergyMeter
-from tamis.bench.fp8 import Fp8Linear, to_fp8
+from tamis.bench.fp8 import WITH_EXPERTS, Fp8Linear, to_fp8
 from tamis.bench.fuse import fuse
+from tamis.bench.machine import device_of
 from tamis.bench.peer import PeerTime, load_peers, nearest_peers
 from tamis.bench.replay import Dense, Question, Replay, bench_prompt, random_question, selector_of
 from tamis.bench.results import Row
-from tamis.bench.shapes import choose_experts, experts_of, random_model, shape_of
+from tamis.bench.shapes import check_layers, choose_experts, experts_of, random_model, shape_of
 from tamis.bench.ttft_report import Comparison, Timed, TtftResult, compare
 from tamis.core.errors import InvalidInput
 from tamis.kernels.lists import counted
@@ -153,12 +154,15 @@ def bench_ttft(
     provider, a variant, a length or a file that does not fit, and Unavailable for a dense provider that was asked for
     by name and does not run here.
     """
-    where = torch.device(plan.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_of(plan.device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     shape, peers = shape_of(plan.shape), load_peers(plan.peer) if plan.peer else []
     if peers and plan.is_slice:
         raise InvalidInput(f"a peer runs whole models; {plan.case(dtype)} is a slice. Leave --peer or --layers out.")
-    variants = [name for name in plan.selectors if name]
+    check_layers(plan.shape, plan.layers)
+    if plan.fp8 and shape.experts:
+        raise InvalidInput(WITH_EXPERTS)
+    variants = list(dict.fromkeys(name for name in plan.selectors if name))
     recorded = load(plan.densities) if any(name != "all" for name in variants) else []
     fits = {(v, n): EVERY_TILE if v == "all" else nearest(recorded, v, n) for v in variants for n in plan.lengths}
     for name in variants:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,9 +44,7 @@ def research(
     json: Json = False,
 ) -> None:
     """Density, recall, KL and agreement of many selector variants against one dense pass per prompt."""
-    from pathlib import Path
-
-    from tamis.core.errors import NothingFound
+    from tamis.core.errors import InvalidInput, NothingFound
     from tamis.eval.questions import load_questions
     from tamis.eval.research import METRICS, Study, summarise
     from tamis.eval.research import research as run
@@ -53,6 +52,8 @@ def research(
 
     chosen = [parse_variant(v) for v in (variants.split(";") if variants else DEFAULT_VARIANTS) if v.strip()]
     chosen = list({v.spec: v for v in chosen}.values())
+    if not chosen:
+        raise InvalidInput(f"--variants {variants!r} names none; give some, such as 'stored;sampled:rows=4'.")
     questions = load_questions(data)  # all of them: the others' passages fill the prompts
     with load(model, device, dtype, yarn) as llm, progress("variants") as step:
         case = f"{llm.name}/{Path(data).stem}/{tokens or 'own'}"
@@ -104,14 +105,20 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """One share of the attention per layer and head, so that the least is lost at a density."""
+    from tamis.core.errors import InvalidInput
     from tamis.eval.questions import load_questions
     from tamis.eval.research import calibrate_on
 
     questions = load_questions(data)
+    left = len(questions) - skip
+    if left < 1:
+        raise InvalidInput(f"--skip {skip} leaves none of the {len(questions)} questions of {data}; skip fewer.")
+    limit = min(limit or left, left)  # beyond them come those to test on, whose passages alone are of use
     questions = questions[skip:] + questions[:skip]
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
     with load(model, device, dtype, yarn) as llm, progress("prompts") as step:
         found = calibrate_on(llm, questions, density, tokens=tokens, rows=rows, limit=limit, note=step)
-        found.save(out, model=llm.name, density=density, rows=rows, tokens=tokens or "own", questions=limit or 0)
+        found.save(out, model=llm.name, density=density, rows=rows, tokens=tokens or "own", questions=limit)
     layers, heads = len(found.mass), len(found.mass[0])
     if json:
         print(jsonlib.dumps({"out": out, "layers": layers, "heads": heads, "density": density}))

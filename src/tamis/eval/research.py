@@ -125,7 +125,7 @@ def research(
     study: Study,
     note: Note = lambda done, total: None,
 ) -> list[dict[str, Any]]:
-    """One result per question and variant, in the log's order, earlier runs' among them.
+    """One result per question asked and variant, in the log's order, earlier runs' among them.
 
     A result has case, question, variant, tokens, documents, seconds, layers (density of each), heads (of each head of
     each layer) and `METRICS`: density,
@@ -133,9 +133,10 @@ def research(
     kl_rows (mean over the question's last rows) in nats. Raises ContextOverflow if a prompt does not fit the model.
     """
     begin, longest = time.monotonic(), 0.0
-    results = _read_log(study)
-    have = {(r["question"], r["variant"]) for r in results}
     asked = questions[: study.limit]
+    wanted = {question.id for question in asked}
+    results = [r for r in _read_log(study) if r["question"] in wanted]
+    have = {(r["question"], r["variant"]) for r in results}
     total = len(asked) * len(variants)
     for i, question in enumerate(asked):
         todo = [v for v in variants if (question.id, v.spec) not in have]

@@ -36,6 +36,8 @@ def why_not(selector: Selector, q: torch.Tensor, scene: Scene) -> str | None:
         return f"selector {type(selector).__name__} has no kernel"
     if isinstance(selector, GlobalThreshold) and selector.local not in ("stored", "sampled"):
         return f"local={selector.local!r} has no kernel"
+    if isinstance(selector, GlobalThreshold) and not 0 < selector.rows < scene.tiling.tile:
+        return f"rows={selector.rows}, all of a tile of {scene.tiling.tile} tokens, has no kernel"
     if scene.document.device != q.device:
         return f"the scene is on {scene.document.device} and the queries are on {q.device}"
     return selection.why_not(q, len(scene), scene.tiling.tile)

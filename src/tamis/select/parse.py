@@ -52,47 +52,51 @@ def parse_variant(spec: str) -> Variant:
     corrected = bool(plus)
     selector = _build(name, options)
     if corrected and not isinstance(selector, RowSampled):
-        raise InvalidInput(f"variant {spec!r}: +mean needs estimated masses, which only {', '.join(_OWN)} have.")
+        raise InvalidInput(f"variant {spec!r}: +mean needs estimated masses, which only {', '.join(_RULES)} have.")
     return Variant(spec, selector, bits, corrected)
-
-
-def _rule(make: Callable[..., Rule], *names: str, **fixed: Any) -> Callable[[dict[str, Any]], RowSampled]:
-    def build(options: dict[str, Any]) -> RowSampled:
-        own = {key: options.pop(key) for key in names if key in options}
-        return RowSampled(make(**own), **(fixed | options))
-
-    return build
 
 
 def _load(file: str = "thresholds.json") -> PerHead:
     return PerHead.load(file)
 
 
-_OWN: dict[str, Callable[[dict[str, Any]], RowSampled]] = {
-    "sampled": _rule(Share, "mass"),
-    "oracle": _rule(Share, "mass", rows=0, local="sampled"),
-    "threshold": _rule(Threshold, "theta", "floor", "power"),
-    "calibrated": _rule(_load, "file"),
-}
-_RULE_OPTIONS = {
-    "sampled": ["mass"], "oracle": ["mass"], "threshold": ["theta", "floor", "power"], "calibrated": ["file"],
+_RULES: dict[str, Callable[..., Rule]] = {
+    "sampled": Share, "oracle": Share, "threshold": Threshold, "calibrated": _load,
+}  # fmt: skip
+_FIXED: dict[str, dict[str, Any]] = {"oracle": {"rows": 0, "local": "sampled"}}
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "a whole number"), "float": ((int, float), "a number"), "bool": ((bool,), "true or false"),
 }  # fmt: skip
 
 
 def _build(name: str, options: dict[str, Any]) -> Selector:
-    if name not in SELECTORS and name not in _OWN:
-        raise InvalidInput(unknown("selector", name, sorted({*SELECTORS, *_OWN})))
-    make: Any = RowSampled if name in _OWN else SELECTORS.get(name)
-    allowed = [p for p in inspect.signature(make).parameters if p not in ("rule", "args", "kwargs")]
-    allowed += _RULE_OPTIONS.get(name, [])
-    for key in options:
+    if name not in SELECTORS and name not in _RULES:
+        raise InvalidInput(unknown("selector", name, sorted({*SELECTORS, *_RULES})))
+    make: Any = RowSampled if name in _RULES else SELECTORS.get(name)
+    of_rule = inspect.signature(_RULES[name]).parameters if name in _RULES else {}
+    allowed = {**inspect.signature(make).parameters, **of_rule}
+    for no_option in ("rule", "args", "kwargs", *(["rows"] if name == "oracle" else [])):
+        allowed.pop(no_option, None)
+    for key, value in options.items():
         if key not in allowed:
             raise InvalidInput(unknown(f"option of {name}", key, [*allowed, *_BITS]))
-    try:
-        made: Selector = _OWN[name](dict(options)) if name in _OWN else make(**options)
-    except TypeError as e:
-        raise InvalidInput(f"variant {name} with {options}: {e}.") from e
-    return made
+        _check_kind(name, key, value, str(allowed[key].annotation))
+    if name not in _RULES:
+        made: Selector = make(**options)
+        return made
+    own = {key: options[key] for key in options if key in of_rule}
+    rest = {key: options[key] for key in options if key not in of_rule}
+    return RowSampled(_RULES[name](**own), **(_FIXED.get(name, {}) | rest))
+
+
+def _check_kind(name: str, key: str, value: Any, annotation: str) -> None:
+    """Raises InvalidInput for a value of another type than the parameter's: "no" would count as true."""
+    kinds = annotation.split(" | ")
+    wanted = _KINDS.get(kinds[0])
+    if wanted is None or (value is None and "None" in kinds):
+        return
+    if not isinstance(value, wanted[0]) or (isinstance(value, bool) and kinds[0] != "bool"):
+        raise InvalidInput(f"variant {name}: {key} is {str(value).lower()!r}; give {wanted[1]}.")
 
 
 def _value(text: str) -> Any:

@@ -44,7 +44,7 @@ class Share:
     mass: float = 0.9
 
     def __post_init__(self) -> None:
-        _check_share("mass", self.mass)
+        check_share("mass", self.mass)
 
     def keep(
         self,
@@ -166,6 +166,7 @@ def ranked(
     return value, order, value.cumsum(-1) - value
 
 
-def _check_share(name: str, value: float) -> None:
+def check_share(name: str, value: float) -> None:
+    """Raises InvalidInput unless `value` is in (0, 1]."""
     if not (math.isfinite(value) and 0 < value <= 1):
         raise InvalidInput(f"{name} is {value}; allowed are shares of the attention in (0, 1].")

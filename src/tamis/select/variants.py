@@ -12,7 +12,7 @@ from tamis.core.errors import InvalidInput
 from tamis.kernels.lists import TILE
 from tamis.select.oracle import true_mass
 from tamis.select.rowmass import REDUCTIONS, SPREADS, Pages, row_mass, spread_rows
-from tamis.select.rules import PerHead, Rule, Share, Threshold
+from tamis.select.rules import PerHead, Rule, Share, Threshold, check_share
 from tamis.select.scene import Scene
 
 LOCALS = ("stored", "sampled", "both", "none")
@@ -47,8 +47,10 @@ class RowSampled:
     ) -> None:
         if not 0 <= rows <= TILE:
             raise InvalidInput(f"rows is {rows}; allowed are 1 to {TILE} sampled rows per query tile, or 0 for all.")
-        if paired and rows % 2:
-            raise InvalidInput(f"rows is {rows}; paired tiles need an even number of rows.")
+        if paired and (rows % 2 or not rows):
+            raise InvalidInput(f"rows is {rows}; paired tiles need an even number of rows, 2 or more.")
+        if question is not None:
+            check_share("question", question)
         named = (("spread", spread, SPREADS), ("reduce", reduce, REDUCTIONS), ("local", local, LOCALS))
         for name, value, allowed in named:
             if value not in allowed:

@@ -29,7 +29,7 @@ class TestPolicy:
     @pytest.mark.parametrize(
         ("changes", "says"),
         [
-            ({"prefill": "sieve"}, "unknown prefill 'sieve'. .*Choices: dense, sift"),
+            ({"prefill": "sieve"}, "unknown prefill 'sieve'. .*Choices: blend, dense, prefix, reuse, sift"),
             ({"prefill": "sft"}, "Did you mean 'sift'"),
             ({"decode": "dens"}, "unknown decode 'dens'. Did you mean 'dense'"),
             ({"kv": "bf61"}, "Did you mean 'bf16'"),

@@ -13,7 +13,7 @@ import torch
 
 from tamis.attention.hook import Switch
 from tamis.attention.offline import Indexer, Progress
-from tamis.attention.policy import Policy
+from tamis.attention.policy import PAGED, Policy
 from tamis.attention.prefill import SparsePrefill
 from tamis.attention.report import PrefillReport
 from tamis.core.errors import InvalidInput
@@ -96,6 +96,11 @@ def plan_prefill(
     without a record are observed on the spot. With `measure_recall` the pass also measures the attention mass kept.
     A dense prefill is cut into chunks as well, where the policy asks for them.
     """
+    if policy.prefill in PAGED:
+        raise InvalidInput(
+            f"prefill={policy.prefill!r} needs a cache of documents, which tamis.LLM has; a transformers model with "
+            "Tamis's attention takes 'dense' and 'sift'."
+        )
     device = next(model.parameters()).device
     reason = dense_reason(prompt, policy, device)
     chunks = chunk_ranges(Tiling.of_segments(prompt.lengths, policy.tile), policy.chunk_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from tamis.attention.blend import CHOOSERS
 from tamis.core.errors import InvalidInput
 from tamis.core.registry import unknown
 from tamis.index.spec import Thresholds
@@ -13,7 +14,9 @@ from tamis.kernels.lists import TILE
 from tamis.select import SELECTORS
 from tamis.select.scene import Selector
 
-PREFILLS = ("dense", "sift")
+PREFILLS = ("dense", "sift", "reuse", "blend", "prefix")
+PAGED = ("reuse", "blend", "prefix")  # keys and values in pages of the cache, see attention/reuse.py
+MISSING = ("store", "inline")
 DECODES = ("dense",)
 FORMATS = ("auto", "bf16")
 
@@ -25,7 +28,9 @@ MIN_TOKENS = {"cpu": 4096, "cuda": 8192}
 class Policy:
     """How a prompt is prefilled and decoded.
 
-    prefill      "dense", or "sift": every token recomputed, but only the attention tiles that matter
+    prefill      "dense"; "sift": every token recomputed, but only the attention tiles that matter; "reuse": documents
+                 computed once, alone, and read in place (approximate: they do not see each other); "blend": the same
+                 with some of their tokens recomputed; "prefix": exact reuse of what begins like an earlier prompt
     decode       "dense"
     kv           how keys and values are kept: "auto" (the model's dtype) or "bf16"
     selector     for "sift": "sampled" (stored local bits, sampled rows for the rest), "threshold" (one bar for all
@@ -41,6 +46,13 @@ class Policy:
     min_tokens   shorter prompts are prefilled dense, and the report says so; None: measured per device type
     kernel       a name in `kernels.dispatch`, or "auto"
     tile         tokens of a tile: 64 or 128
+    accept_block_attention   allow "reuse" on a model that was not trained for documents that do not see each other
+    missing      "reuse", "blend": documents that are not stored are computed alone and stored ("store"), or computed
+                 inside the request, seeing all before them, and not stored ("inline")
+    reuse_copies "reuse", "blend": copy documents into the request's own pages, keys turned into place, as
+                 Block-Attention does (a baseline: the same answers for more time and memory)
+    blend        how "blend" chooses the tokens to recompute, a name in `blend.CHOOSERS`
+    recompute    "blend": the share of the documents' tokens to recompute, 0 to 1
     chunk_tokens the prompt is prefilled in chunks of at most so many tokens, each cut short at a tile's border but one
                  tile or longer, which bounds the memory of a layer's activations; None: whole
     """
@@ -62,6 +74,11 @@ class Policy:
     kernel: str = "auto"
     tile: int = TILE
     chunk_tokens: int | None = None
+    accept_block_attention: bool = False
+    missing: str = "store"
+    reuse_copies: bool = False
+    blend: str = "attention"
+    recompute: float = 0.15
 
     def __post_init__(self) -> None:
         choices = {
@@ -71,6 +88,8 @@ class Policy:
             "selector": tuple(SELECTORS),
             "kernel": ("auto", *KERNELS),
             "local": ("stored", "sampled"),
+            "missing": MISSING,
+            "blend": tuple(CHOOSERS),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -83,6 +102,8 @@ class Policy:
             raise InvalidInput(
                 f"chunk_tokens is {self.chunk_tokens}; give 1 token or more, or None for the whole prompt."
             )
+        if not 0 <= self.recompute <= 1:
+            raise InvalidInput(f"recompute is {self.recompute}; give a share of the documents' tokens, 0 to 1.")
         _ = self.thresholds  # raises on a value out of range
         self.make_selector()
 

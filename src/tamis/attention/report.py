@@ -7,10 +7,52 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class ReuseReport:
+    """Where the keys and values of one prompt came from, in tokens.
+
+    by_tier      reused documents (or prefix blocks) by the tier that had them: "device", "host", "disk"; "computed":
+                 computed alone for this request and stored, or by another one meanwhile
+    fresh        computed by the request: prefix, question, history, and documents that are not stored
+    recomputed   of the stored ones, computed again against everything before them, in the last layer
+    recomputed_share   the same in the mean over layers, as a share of the stored ones: what a choice costs counts
+    copied       of the reused ones, copied and turned into place instead of read where they lie
+    approximate  whether the logits may differ from a full recompute
+    own_pages    pages of the request itself; `private` if the cache had no room for them
+    stages       (first layer, rows computed) where a blend's rows become fewer with depth
+    choose_s     seconds spent on choosing what to recompute, part of the prefill
+    """
+
+    by_tier: dict[str, int]
+    fresh: int
+    recomputed: int = 0
+    recomputed_share: float = 0.0
+    copied: int = 0
+    approximate: bool = True
+    own_pages: int = 0
+    private: bool = False
+    stages: tuple[tuple[int, int], ...] = ()
+    choose_s: float = 0.0
+
+    @property
+    def reused(self) -> int:
+        """Tokens whose stored keys and values were read, those recomputed not among them."""
+        return sum(self.by_tier.values()) - self.recomputed
+
+    def __str__(self) -> str:
+        tiers = ", ".join(f"{n} {name}" for name, n in self.by_tier.items())
+        parts = [f"{self.reused} tokens reused ({tiers or 'none stored'})"]
+        parts += [f"{self.recomputed} recomputed"] if self.recomputed else []
+        parts += [f"{self.copied} copied"] if self.copied else []
+        parts.append(f"{self.fresh} fresh")
+        what = "approximate: documents do not see each other" if self.approximate else "exact"
+        return f"{', '.join(parts)}; {what}"
+
+
+@dataclass(frozen=True)
 class PrefillReport:
     """One prompt's prefill. Shares are 0..1, times in seconds.
 
-    asked, used   "dense" or "sift"; where they differ, `reason` says why
+    asked, used   "dense", "sift", "reuse", "blend" or "prefix"; where they differ, `reason` says why
     selector      "" for a dense prefill
     kernel        what computed the attention
     density       share of the causal attention area computed, over all layers and heads
@@ -19,6 +61,7 @@ class PrefillReport:
     indexed       documents whose bits were made for this prompt, because the store lacked them
     fallbacks     what was computed dense, and why
     chunks        passes over consecutive parts of the prompt
+    reuse         what was read from the cache; None where nothing could be
     """
 
     asked: str
@@ -37,6 +80,7 @@ class PrefillReport:
     attend_s: float | None = None
     fallbacks: tuple[str, ...] = ()
     chunks: int = 1
+    reuse: ReuseReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON."""
@@ -49,6 +93,8 @@ class PrefillReport:
             return f"{what}; {self.asked} was asked for: {self.reason}"
         if self.used == "dense":
             return what
+        if self.reuse is not None:
+            return "\n".join([f"{what}: {self.reuse}", *self.fallbacks])
         kept = f", recall {self.recall:.3f}" if self.recall is not None else ""
         lines = [f"{what}: {self.selector}, density {self.density:.3f}{kept}", *self.fallbacks]
         return "\n".join(lines)

@@ -8,7 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tamis.cli.options import STARTED, Device, Dtype, Json, Model, Store, Yarn, load, progress
+from tamis.cli.options import (
+    STARTED,
+    AcceptBlock,
+    Adapter,
+    Blend,
+    CacheDir,
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Recompute,
+    Store,
+    Yarn,
+    load,
+    progress,
+)
 from tamis.core.errors import NothingFound
 
 if TYPE_CHECKING:
@@ -23,18 +38,23 @@ def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
     docs: Annotated[list[str], typer.Option("--docs", "-d", help="Files, folders or globs; may be repeated.")],
     model: Model = "smollm2",
-    prefill: Annotated[str, typer.Option(help="dense or sift.")] = "sift",
+    prefill: Annotated[str, typer.Option(help="dense, sift, reuse, blend or prefix.")] = "sift",
     selector: Annotated[str, typer.Option(help="How sift chooses tiles: sampled, threshold, stored, …")] = "sampled",
     mass: Annotated[float, typer.Option(help="Share of the attention that sampled and oracle keep.")] = 0.9,
     min_tokens: Annotated[int | None, typer.Option(help="Prompt length from which sift is used.")] = None,
     chunk_tokens: Annotated[
         int | None, typer.Option(min=1, help="Prefill in chunks of so many tokens, at most.")
     ] = None,
+    recompute: Recompute = 0.15,
+    blend: Blend = "attention",
+    accept_block_attention: AcceptBlock = False,
+    adapter: Adapter = None,
+    cache_dir: CacheDir = None,
     passages: Annotated[int, typer.Option("--passages", "-k", min=1, help="Passages in the prompt, at most.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer, at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Seed of the draw when temperature is not 0.")] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Run dense and sift on the same prompt.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Run dense and --prefill on the same prompt.")] = False,
     recall: Annotated[bool, typer.Option("--recall", help="Measure the attention mass kept (slow).")] = False,
     store: Store = None,
     rebuild: Annotated[
@@ -52,8 +72,9 @@ def ask(
     from tamis.engine.sampling import Sampling
 
     choices = {"selector": selector, "mass": mass, "min_tokens": min_tokens, "chunk_tokens": chunk_tokens}
+    choices |= {"recompute": recompute, "blend": blend, "accept_block_attention": accept_block_attention}
     with (
-        load(model, device, dtype, yarn, prefill=prefill, **choices) as llm,
+        load(model, device, dtype, yarn, prefill=prefill, adapter=adapter, cache_dir=cache_dir, **choices) as llm,
         llm.corpus(store or default_store(llm.spec(llm.policy)), rebuild=rebuild) as base,
     ):
         with progress("indexing") as step:
@@ -112,7 +133,7 @@ def _print_comparison(both: Comparison, json: bool) -> None:
     if json:
         print(jsonlib.dumps(both.to_dict()))
         return
-    for name, answer in (("dense", both.dense), ("sift", both.sift)):
+    for name, answer in (("dense", both.dense), (both.sift.report.prefill.asked, both.sift)):
         print(f"{name}: {answer.text}\n{_indent(str(answer.report))}\n")
     _print_sources(both.sift)
     same = "same first token" if both.same_first_token else "another first token"

@@ -27,6 +27,17 @@ Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or
 Yarn = Annotated[
     float | None, typer.Option("--yarn", help="Stretch the model's context by this factor with YaRN, such as 4.")
 ]
+Recompute = Annotated[
+    float, typer.Option(min=0, max=1, help="blend: share of the documents' tokens that are computed again.")
+]
+Blend = Annotated[str, typer.Option(help="How blend chooses them: attention or cacheblend.")]
+AcceptBlock = Annotated[
+    bool, typer.Option("--accept-block-attention", help="Allow reuse on a model not trained for it: answers suffer.")
+]
+Adapter = Annotated[str | None, typer.Option("--adapter", help="Folder of an adapter by tamis train block-adapter.")]
+CacheDir = Annotated[
+    str | None, typer.Option("--cache-dir", help="reuse, blend, prefix: keep stored documents in this folder.")
+]
 
 
 def load(model: str, device: str | None, dtype: str | None, yarn: float | None = None, **choices: Any) -> LLM:

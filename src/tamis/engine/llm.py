@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tamis.attention.divergence import kl_divergence
 from tamis.attention.offline import Indexer, Progress, index_spec
 from tamis.attention.policy import Policy
+from tamis.attention.reuse import ROOM_TOKENS, ReuseEngine
+from tamis.attention.reuse_store import DocumentStore, settings_of
+from tamis.cache.keys import fingerprint_digest
 from tamis.core.errors import ContextOverflow, InvalidInput
 from tamis.corpus import Corpus, Hit, Passage, support
 from tamis.engine.answer import Answer, Comparison, Report, Source, Timing
@@ -21,6 +23,7 @@ from tamis.engine.sampling import Sampling, TextStream, stop_tokens
 from tamis.engine.template import Template, Turn
 from tamis.index.spec import IndexSpec
 from tamis.index.store import RecordStore
+from tamis.model.fingerprint import ModelFingerprint
 from tamis.model.source import DEFAULT_MODEL, LoadedModel, load_model
 from tamis.prompt.segments import Prompt
 
@@ -31,10 +34,13 @@ class LLM:
     """A causal language model with Tamis's attention.
 
     model     "smollm2", a directory (safetensors or GGUF), a .gguf file, a hub name, or a `LoadedModel`
-    device, dtype, yarn   see `model.source.load_model`
+    device, dtype, yarn, adapter   see `model.source.load_model`
     policy    the defaults of every request; single choices may be given by name: LLM("…", prefill="sift")
+    choices   of the policy, and those of the documents' cache: `cache_bytes`, `host_bytes`, `cache_dir`, `disk_bytes`,
+              see `attention.reuse_store.CacheSettings`
 
-    One request at a time. Use it in a `with` block, or `close` it, to release stores and the model's attention.
+    The model works on one request at a time, others wait. Use it in a `with` block, or `close` it, to release stores
+    and the model's attention.
     """
 
     def __init__(
@@ -44,23 +50,29 @@ class LLM:
         device: str | None = None,
         dtype: str | None = None,
         yarn: float | None = None,
+        adapter: str | Path | None = None,
         policy: Policy | None = None,
         on_convert: Callable[[str], None] | None = None,
         **choices: Any,
     ) -> None:
+        self._cache_settings = settings_of(choices)
         self.policy = Policy.of(policy, **choices)
         if isinstance(model, LoadedModel):
-            if yarn is not None:
-                raise InvalidInput(f"yarn is {yarn}, but model {model.name!r} is loaded; give yarn to load_model.")
+            for name, value in (("yarn", yarn), ("adapter", adapter)):
+                if value is not None:
+                    raise InvalidInput(f"{name} is {value}, but model {model.name!r} is loaded; give it to load_model.")
             loaded = model
         else:
-            loaded = load_model(model, device=device, dtype=dtype, yarn=yarn, on_convert=on_convert)
+            options: dict[str, Any] = {"device": device, "dtype": dtype, "yarn": yarn, "on_convert": on_convert}
+            loaded = load_model(model, adapter=adapter, **options)
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
         self.runner = Runner(loaded.model)
         self.template = Template(self.tokenizer)
         self.stop_tokens = stop_tokens(loaded.model, self.tokenizer)
         self._spec: IndexSpec | None = None
         self._stores: dict[bytes, RecordStore] = {}
+        self._block_tuned = loaded.block_tuned
+        self._reuse: ReuseEngine | None = None
 
     def corpus(self, path: str | Path | None = None, *, rebuild: bool = False) -> KnowledgeBase:
         """Open or make the knowledge base in the folder `path` (None: in memory). Its records serve later requests.
@@ -125,23 +137,15 @@ class LLM:
         measure_recall: bool = False,
         **choices: Any,
     ) -> Comparison:
-        """The same prompt prefilled dense and with SIFT, in one run, after a warm-up; bits are made beforehand."""
-        tokens = [self.document_tokens(d) for d in documents]
-        policy = Policy.of(self.policy, **{"prefill": "sift"} | choices)
-        if policy.make_selector().needs_records:
-            self._indexer(policy).index([t for t in tokens if t])
-        warm = self.template.prompt(question, [t for t in tokens if t][:2])
-        for prefill in ("dense", "sift"):
-            self.prefill(warm, **choices | {"prefill": prefill, "min_tokens": 0})
-        dense = self.generate(question, documents, sampling=sampling, **choices | {"prefill": "dense"})
-        choices = {"prefill": "sift"} | choices
-        sift = self.generate(question, documents, sampling=sampling, **choices)
-        if measure_recall:  # in a pass of its own: measuring would spoil the timing
-            prompt = self.template.prompt(question, tokens[::-1])
-            measured = self.prefill(prompt, measure_recall=True, **choices).report.recall
-            sift = replace(sift, report=replace(sift.report, prefill=replace(sift.report.prefill, recall=measured)))
-        kl = kl_divergence(dense.first_logits, sift.first_logits)
-        return Comparison(dense, sift, kl, bool(dense.first_logits.argmax() == sift.first_logits.argmax()))
+        """The same prompt prefilled dense and as asked for (default: with SIFT), in one run, after a warm-up.
+
+        Bits and stored documents are made beforehand.
+        """
+        from tamis.engine.compare import compare
+
+        asked = self.policy.prefill if self.policy.prefill != "dense" else "sift"
+        choices = {"prefill": asked} | choices
+        return compare(self, question, documents, sampling=sampling, measure_recall=measure_recall, choices=choices)
 
     @property
     def dtype(self) -> str:
@@ -175,10 +179,30 @@ class LLM:
         passage = document.passage if isinstance(document, Hit) else document
         return self.template.document_tokens(passage.title, passage.text)
 
-    def prefill(self, prompt: Prompt, *, measure_recall: bool = False, **choices: Any) -> Prefilled:
-        """Only prefill a prompt of token segments; for benchmarks and evaluation."""
+    def prefill(
+        self, prompt: Prompt, *, measure_recall: bool = False, room_tokens: int = ROOM_TOKENS, **choices: Any
+    ) -> Prefilled:
+        """Only prefill a prompt of token segments; for benchmarks and evaluation.
+
+        Where documents are reused, `room_tokens` more are reserved for the answer, and what is returned holds on to
+        the documents until it is decoded, closed or gone.
+        """
         policy = Policy.of(self.policy, **choices)
-        return self.runner.prefill(prompt, policy, lambda: self._indexer(policy), measure_recall=measure_recall)
+        options: dict[str, Any] = {"measure_recall": measure_recall, "room_tokens": room_tokens}
+        return self.runner.prefill(prompt, policy, lambda: self._indexer(policy), reuse=self.reuse_engine, **options)
+
+    def reuse_engine(self) -> ReuseEngine:
+        """The stored documents of this model and how requests read them; made at first use, with its cache.
+
+        Raises ModelUnsupported for a model whose keys could not be moved rightly.
+        """
+        with self.runner.lock:
+            if self._reuse is None:
+                fingerprint = fingerprint_digest(ModelFingerprint(**asdict(self.spec(self.policy).fingerprint)))
+                model, switch, lock = self.runner.model, self.runner.switch, self.runner.lock
+                store = DocumentStore(model, switch, fingerprint, settings=self._cache_settings, lock=lock)
+                self._reuse = ReuseEngine(model, switch, store, block_tuned=self._block_tuned)
+            return self._reuse
 
     def index(self, documents: Sequence[Sequence[int]], on_progress: Progress | None = None, **choices: Any) -> int:
         """Observe documents (token ids) now rather than at their first prompt. Returns how many were new."""
@@ -192,7 +216,10 @@ class LLM:
         return replace(self._spec, thresholds=policy.thresholds, tile=policy.tile)
 
     def close(self) -> None:
-        """Close the stores and put the stock attention back."""
+        """Save stored documents where there is a `cache_dir`, close the stores, put the stock attention back."""
+        if self._reuse is not None:
+            self._reuse.store.close()
+            self._reuse = None
         for store in self._stores.values():
             store.close()
         self._stores.clear()
@@ -228,7 +255,7 @@ class LLM:
         tokens = [self.document_tokens(d) for d in reversed(documents)]
         prompt = self.template.prompt(question, tokens, history)
         prompted = time.perf_counter()
-        start = self.prefill(prompt, measure_recall=measure_recall, **choices)
+        start = self.prefill(prompt, measure_recall=measure_recall, room_tokens=sampling.max_new_tokens, **choices)
         text = TextStream(self.tokenizer, sampling.stop)
         new: list[int] = []
         first = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ import torch
 from tamis.attention.hook import Switch, install
 from tamis.attention.offline import Indexer, Progress
 from tamis.attention.planner import Plan, plan_prefill
-from tamis.attention.policy import Policy
+from tamis.attention.policy import PAGED, Policy
 from tamis.attention.report import PrefillReport
+from tamis.attention.reuse import ROOM_TOKENS, ReuseEngine, Session
 from tamis.cache.formats import new_cache
-from tamis.core.errors import ContextOverflow
+from tamis.core.errors import ContextOverflow, InvalidInput
 from tamis.engine.sampling import Sampler, Sampling
 from tamis.model.family import geometry
 from tamis.prompt.segments import Prompt
@@ -24,7 +26,10 @@ from tamis.prompt.segments import Prompt
 
 @dataclass(frozen=True, eq=False)
 class Prefilled:
-    """A prompt that is ready to be continued. `logits` [vocabulary] of the first new token; times in seconds."""
+    """A prompt that is ready to be continued. `logits` [vocabulary] of the first new token; times in seconds.
+
+    cache: what `Runner.decode` goes on from, a transformers cache or a `Session` of pages, which `close` gives back.
+    """
 
     logits: torch.Tensor
     cache: Any
@@ -34,12 +39,21 @@ class Prefilled:
     index_s: float
     prefill_s: float
 
+    def close(self) -> None:
+        """Let go of pages and documents now rather than when this object goes. Closing twice is harmless."""
+        if isinstance(self.cache, Session):
+            self.cache.close()
+
 
 class Runner:
-    """A model with Tamis's attention installed. `close` puts the stock attention back."""
+    """A model with Tamis's attention installed. `close` puts the stock attention back.
+
+    Safe to use from many threads: `lock` is held during every pass of the model, which takes one at a time.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.lock = threading.RLock()
         self.geometry = geometry(model.config)
         self.switch: Switch
         self._uninstall: Callable[[], None]
@@ -70,9 +84,44 @@ class Runner:
         *,
         measure_recall: bool = False,
         on_index: Progress | None = None,
+        reuse: Callable[[], ReuseEngine] | None = None,
+        room_tokens: int = ROOM_TOKENS,
     ) -> Prefilled:
-        """Run the prompt through the model, in the plan's chunks. Raises ContextOverflow before any work."""
+        """Run the prompt through the model, in the plan's chunks. Raises ContextOverflow before any work.
+
+        `reuse` gives the engine of stored documents and is only called where the policy reads from it; `room_tokens`
+        are reserved there for the answer.
+        """
         self.check_fits(len(prompt.tokens))
+        if policy.prefill in PAGED:
+            if reuse is None:
+                raise InvalidInput(f"prefill={policy.prefill!r} needs a cache of documents, which tamis.LLM has.")
+            return self._prefill_paged(prompt, policy, reuse(), room_tokens)
+        with self.lock:
+            return self._prefill(prompt, policy, indexer, measure_recall=measure_recall, on_index=on_index)
+
+    def _prefill_paged(self, prompt: Prompt, policy: Policy, reuse: ReuseEngine, room_tokens: int) -> Prefilled:
+        begin = time.perf_counter()
+        room = min(room_tokens, self.geometry.context_tokens - len(prompt.tokens))
+        session = reuse.begin(prompt, policy, room_tokens=room)
+        try:
+            planned = time.perf_counter()
+            logits = session.prefill()
+        except BaseException:
+            session.close()
+            raise
+        took, plan_s = time.perf_counter() - planned, planned - begin - session.hold_s
+        return Prefilled(logits, session, session.report(), len(prompt.tokens), plan_s, session.hold_s, took)
+
+    def _prefill(
+        self,
+        prompt: Prompt,
+        policy: Policy,
+        indexer: Callable[[], Indexer],
+        *,
+        measure_recall: bool,
+        on_index: Progress | None,
+    ) -> Prefilled:
         begin = time.perf_counter()
         plan: Plan = plan_prefill(self.model, prompt, policy, indexer, measure_recall=measure_recall, on_index=on_index)
         planned = time.perf_counter()
@@ -98,16 +147,26 @@ class Runner:
         sampler = Sampler(sampling, start.logits.device)
         logits = start.logits
         most = self.most_tokens(start, sampling)
-        for n in range(most):
-            token = sampler.draw(logits)
-            if token in stop:
-                return
-            yield token
-            if n + 1 == most:
-                return
-            with torch.inference_mode():
-                ids = torch.tensor([[token]], device=logits.device)
-                logits = self.model(ids, **{self._cache: start.cache}, use_cache=True).logits[0, -1]
+        try:
+            for n in range(most):
+                token = sampler.draw(logits)
+                if token in stop:
+                    return
+                yield token
+                if n + 1 == most:
+                    return
+                logits = self._step(start.cache, token)
+        finally:
+            start.close()
+
+    def _step(self, cache: Any, token: int) -> torch.Tensor:
+        """Logits [vocabulary] behind one more token."""
+        if isinstance(cache, Session):
+            return cache.step(token)
+        with self.lock, torch.inference_mode():
+            ids = torch.tensor([[token]], device=next(self.model.parameters()).device)
+            logits: torch.Tensor = self.model(ids, **{self._cache: cache}, use_cache=True).logits[0, -1]
+        return logits
 
 
 def _nothing() -> None:

@@ -21,6 +21,7 @@ from tamis.core.env import cache_dir
 from tamis.core.errors import InvalidInput, ModelNotFound, Unavailable
 from tamis.core.log import logger
 from tamis.core.registry import unknown
+from tamis.model.adapter import with_adapter
 from tamis.model.family import with_yarn
 
 if TYPE_CHECKING:
@@ -35,12 +36,16 @@ DEFAULT_MODEL = "smollm2"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A transformers causal language model in eval mode, its tokenizer, and where they came from."""
+    """A transformers causal language model in eval mode, its tokenizer, and where they came from.
+
+    block_tuned: trained for documents that do not see each other, so that reusing them as they are stored is sound.
+    """
 
     model: Any
     tokenizer: Any
     name: str
     path: str
+    block_tuned: bool = False
 
     @property
     def context_tokens(self) -> int:
@@ -60,13 +65,15 @@ def load_model(
     device: str | None = None,
     dtype: str | None = None,
     yarn: float | None = None,
+    adapter: str | Path | None = None,
     on_convert: Callable[[str], None] | None = None,
 ) -> LoadedModel:
     """Load `name`: a packaged model ("smollm2"), a directory (safetensors or GGUF), a .gguf file, or a hub name.
 
     device: "cpu", "cuda", …; default CUDA where there is one. dtype: "float32", "bfloat16", "float16"; default
     float32 on a CPU (several times faster there than bfloat16) and bfloat16 elsewhere. yarn: stretch the context by
-    this factor, see `family.with_yarn`; the name then ends in +yarn and the factor. `on_convert` is told when a GGUF
+    this factor, see `family.with_yarn`; the name then ends in +yarn and the factor. adapter: a folder that
+    `tamis train block-adapter` wrote, merged into the weights, see `model.adapter`. `on_convert` is told when a GGUF
     file is about to be converted, which takes a while, once. Raises ModelNotFound, ModelUnsupported, InvalidInput or
     Unavailable.
     """
@@ -91,7 +98,11 @@ def load_model(
             str(path), config=config, dtype=torch_dtype, attn_implementation="sdpa", use_safetensors=True
         )
     shown = name if yarn is None else f"{name}+yarn{yarn:g}"
-    return LoadedModel(model.to(where).eval(), tokenizer, shown, str(path))
+    model = model.to(where).eval()
+    if adapter is None:
+        return LoadedModel(model, tokenizer, shown, str(path))
+    model = with_adapter(model, tokenizer, Path(adapter))
+    return LoadedModel(model, tokenizer, f"{shown}+{Path(adapter).name}", str(path), block_tuned=True)
 
 
 def locate(name: str) -> Path | str:

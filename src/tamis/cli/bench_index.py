@@ -34,6 +34,12 @@ def index(
     import torch
 
     from tamis.bench.index import bench_index, shape_subject, text_subject
+    from tamis.bench.machine import device_of
+
+    if shape is None and layers is not None:
+        raise InvalidInput(f"--layers {layers} cuts a --shape; name one, or leave --layers out.")
+    if shape is not None and docs:
+        raise InvalidInput("--shape is timed on random tokens; leave --docs out, or give a --model instead.")
 
     def note(what: str) -> None:
         typer.echo(f"{what} …", err=True)
@@ -43,11 +49,11 @@ def index(
             llm = stack.enter_context(load(model, device, dtype))
             subject = text_subject(llm, documents, tokens, docs or [])
         else:
-            where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-            name = dtype or ("bfloat16" if where.startswith("cuda") else "float32")
+            where = device_of(device)
+            name = dtype or ("bfloat16" if where.type == "cuda" else "float32")
             if name not in ("float32", "bfloat16", "float16"):
                 raise InvalidInput(f"dtype is {name!r}; allowed are float32, bfloat16 and float16.")
-            made = shape_subject(shape, documents, tokens, device=where, dtype=getattr(torch, name), layers=layers)
+            made = shape_subject(shape, documents, tokens, device=str(where), dtype=getattr(torch, name), layers=layers)
             subject = stack.enter_context(made)
         result = bench_index(subject, repeats=repeats, pack_tokens=pack_tokens, note=note)
         kept = record(result.rows(), "index", results)

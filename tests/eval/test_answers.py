@@ -11,7 +11,7 @@ import pytest
 from tamis.core.errors import InvalidInput
 from tamis.engine.llm import LLM
 from tamis.eval import answers as module
-from tamis.eval.answers import Cell, Log, choices_of, eval_answers, settings_of
+from tamis.eval.answers import Cell, Log, eval_answers, settings_of
 from tamis.eval.needle import needle_tasks
 from tamis.eval.questions import Passage, Question
 from tamis.eval.tasks import Task, qa_task
@@ -157,7 +157,6 @@ def test_what_does_not_fit_is_left_out_and_named(llm: LLM) -> None:
 
 
 def test_names_are_checked_before_any_work(llm: LLM, tasks: list[Task]) -> None:
-    assert choices_of("dense") == {"prefill": "dense"} and choices_of("sift") == {"prefill": "sift", "min_tokens": 0}
     with pytest.raises(InvalidInput, match="Did you mean 'stored'"):
         eval_answers(llm, tasks, ["stord"], note=lambda *_: pytest.fail("work was begun"))
 

@@ -13,6 +13,7 @@ from tamis.cli.options import Device, Dtype, Json, Model, Yarn, load, progress
 from tamis.core.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from tamis.bench.results import Row
     from tamis.engine.llm import LLM
     from tamis.eval.answers import Answers
     from tamis.eval.tasks import Task
@@ -36,7 +37,7 @@ def answers(
     tokens: Annotated[str, typer.Option(help="Prompt lengths of needle and RULER tasks, comma-separated.")] = "4096",
     limit: Annotated[int, typer.Option(min=1, help="Questions per set and items per task.")] = 100,
     variants: Annotated[
-        str, typer.Option(help="Comma-separated: dense (always first) and selectors.")
+        str, typer.Option(help="Comma-separated: dense (always first), selectors, prefills (blend:recompute=0.1).")
     ] = "dense,sampled,stored",
     fill: Annotated[
         int | None, typer.Option(min=64, help="Fill qa prompts to so many tokens with other questions' passages.")
@@ -63,11 +64,10 @@ def answers(
     json: Json = False,
 ) -> None:
     """Scores, KL, agreement and density of every variant on the same prompts, and how far the scores are from dense."""
-    from tamis.eval.answers import Log, choices_of, eval_answers, settings_of
+    from tamis.eval.answers import Log, eval_answers, settings_of
+    from tamis.eval.prefills import variant_names
 
-    chosen = _names(variants)
-    for name in chosen:
-        choices_of(name)  # raises on a typo before the model is loaded
+    chosen = variant_names(variants)
     lengths, options = _lengths(tokens), {"rows": rows, "mass": mass, "theta": theta, "power": power, "local": local}
     with load(model, device, dtype, yarn, **options) as llm, progress("questions") as step:
         tasks = _tasks(llm, _names(names), data or [], docs or [], limit=limit, lengths=lengths, seed=seed, fill=fill)
@@ -80,23 +80,23 @@ def answers(
     if log is None and found.complete:
         path.unlink(missing_ok=True)
     report: dict[str, Any] = {"model": model, "log": str(path) if path.exists() else None}
-    report |= {"results": _keep(found, case, results), "complete": found.complete, "skipped": list(found.skipped)}
+    report |= {"complete": found.complete, "skipped": list(found.skipped)}
+    report["results"] = record(rows_of(found, case), "answers", results)
     if json:
         print(jsonlib.dumps(report | {"tasks": found.summary()}))
     else:
         _show(found, report)
 
 
-def _keep(found: Answers, case: str, results: str | None) -> str | None:
-    """Append the rows, each with its number of questions at the end of its case."""
+def rows_of(found: Answers, case: str) -> list[Row]:
+    """The rows of all cells, each with its number of questions at the end of its case."""
     from tamis.bench.results import Row
 
     counts = {cell.group: len(cell.values) for cell in found.cells}
-    table = [
+    return [
         Row(f"{case}/{group}/{counts[group]}", variant, metric, *values, unit)
         for group, variant, metric, values, unit in found.rows()
     ]
-    return record(table, "answers", results)
 
 
 def _names(listed: str) -> list[str]:

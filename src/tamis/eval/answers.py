@@ -6,6 +6,7 @@ Every prompt is prefilled dense once; that gives the reference for KL and agreem
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,27 +14,31 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tamis.attention.policy import PREFILLS, Policy
 from tamis.core.errors import ContextOverflow, InvalidInput
 from tamis.engine.sampling import Sampling, TextStream
 from tamis.eval.metrics import Interval, bootstrap, kl_divergence, top1_agrees
+from tamis.eval.prefills import ADAPTED, DENSE, PrefillVariant
 from tamis.eval.tasks import Item, Task, interleave
 
 if TYPE_CHECKING:
     from tamis.engine.llm import LLM
     from tamis.engine.runner import Prefilled
 
-DENSE = "dense"
 FORMAT = 1
 RESAMPLES = 4000
 LEAST_FOR_CLAIM = 30  # questions below which a difference is no evidence either way
 CLOSE = 0.01  # "within 1 % of dense"
+MEASURED = ("kl", "kl_own", "agreement", "density", "recomputed")  # of a variant; its other metrics are scores
 ROW_LEVEL = 0.6  # a row's p20 and p80 are the ends of the 60 % interval
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One answer. kl is in nats of the first token, against dense; density a share; agreement 0 or 1."""
+    """One answer. kl is in nats of the first token, against dense; density a share; agreement 0 or 1.
+
+    recomputed  share of the documents' stored tokens that were computed again, over layers; None where none is stored
+    kl_own      with an adapter: kl against dense of the adapted model, which may itself be far from the stock one's
+    """
 
     task: str
     id: str
@@ -45,11 +50,15 @@ class Outcome:
     agreement: float
     density: float
     prompt_tokens: int
+    recomputed: float | None = None
+    kl_own: float | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The item's scores and what is measured of every variant."""
-        return {**self.scores, "kl": self.kl, "agreement": self.agreement, "density": self.density}
+        """The item's scores and what was measured."""
+        found = {**self.scores, "kl": self.kl, "agreement": self.agreement, "density": self.density}
+        some = {"recomputed": self.recomputed, "kl_own": self.kl_own}
+        return found | {name: value for name, value in some.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -108,11 +117,11 @@ class Answers:
             of = {(o.task, o.id, o.variant): o for o in members}
             ids = list(dict.fromkeys((o.task, o.id) for o in members))
             for metric in dict.fromkeys(m for o in members for m in o.metrics):
-                asked = [i for i in ids if metric in of[(*i, DENSE)].metrics]
-                dense = tuple(of[(*i, DENSE)].metrics[metric] for i in asked)
                 for variant in self.variants:
+                    asked = [i for i in ids if metric in of[(*i, variant)].metrics]
                     values = tuple(of[(*i, variant)].metrics[metric] for i in asked)
-                    found.append(Cell(group, variant, metric, values, dense))
+                    dense = tuple(of[(*i, DENSE)].metrics.get(metric, math.nan) for i in asked)
+                    found += [Cell(group, variant, metric, values, dense)] if values else []
         return found
 
     def summary(self) -> dict[str, Any]:
@@ -130,7 +139,7 @@ class Answers:
     @staticmethod
     def compared(cell: Cell) -> bool:
         """Whether a difference to dense says something that the value does not."""
-        return cell.variant != DENSE and cell.metric not in ("kl", "agreement", "density")
+        return cell.variant != DENSE and cell.metric not in MEASURED
 
     def rows(self) -> Iterator[tuple[str, str, str, tuple[float, float, float], str]]:
         """(group, variant, metric, (p20, p50, p80), unit) for results/answers.csv.
@@ -139,7 +148,7 @@ class Answers:
         quantiles of its bootstrap distribution.
         """
         for cell in self.cells:
-            unit = "nat" if cell.metric == "kl" else "1"
+            unit = "nat" if cell.metric in ("kl", "kl_own") else "1"
             yield cell.group, cell.variant, f"{cell.metric}_mean", cell.row(), unit
             if self.compared(cell):
                 yield cell.group, cell.variant, f"{cell.metric}_minus_dense_mean", cell.row(difference=True), unit
@@ -219,17 +228,6 @@ def settings_of(llm: LLM) -> dict[str, Any]:
     }
 
 
-def choices_of(variant: str) -> dict[str, Any]:
-    """The policy choices behind a variant: a kind of prefill ("dense", "sift"), or a selector of SIFT at any length.
-
-    Raises InvalidInput, by way of the policy, for a name that is neither.
-    """
-    choices: dict[str, Any] = {"prefill": variant} if variant in PREFILLS else {"prefill": "sift", "selector": variant}
-    choices |= {} if variant == DENSE else {"min_tokens": 0}
-    Policy.of(None, **choices)
-    return choices
-
-
 def eval_answers(
     llm: LLM,
     tasks: Sequence[Task],
@@ -238,19 +236,23 @@ def eval_answers(
     log: Log | None = None,
     deadline_s: float | None = None,
     answer_tokens: int | None = None,
+    adapted: LLM | None = None,
     note: Callable[[int, int], None] = lambda done, total: None,
 ) -> Answers:
-    """Answer every item of `tasks` with each variant; dense always comes first.
+    """Answer every item of `tasks` with each variant (see `PrefillVariant`); dense always comes first.
 
     log             outcomes to take over, and where new ones go
     deadline_s      begin no item that would, going by the longest so far, end later than this
     answer_tokens   a limit below the items' own
+    adapted         the same model with an adapter, for variants that begin with "adapted/"
 
     Items that do not fit the model's context are left out and named in the result. Greedy.
     Raises InvalidInput for a variant that does not exist.
     """
     names = tuple(dict.fromkeys([DENSE, *variants]))
-    choices = {name: choices_of(name) for name in names}
+    variants_of = {name: PrefillVariant.parse(name) for name in names}
+    if adapted is None and any(v.adapted for v in variants_of.values()):
+        raise InvalidInput(f"{', '.join(n for n in names if n.startswith(ADAPTED))} need an adapter; give one.")
     log = log or Log(None, {})
     begin, longest = time.monotonic(), 0.0
     outcomes: list[Outcome] = []
@@ -265,7 +267,9 @@ def eval_answers(
             complete = False
             break
         try:
-            for outcome in _measure(llm, item, digest, {name: choices[name] for name in missing}, answer_tokens):
+            for outcome in _measure(
+                (llm, adapted), item, digest, [variants_of[name] for name in missing], answer_tokens
+            ):
                 log.add(outcome)
         except ContextOverflow:
             skipped.append(f"{item.task}: {item.id}")
@@ -277,31 +281,45 @@ def eval_answers(
 
 
 def _measure(
-    llm: LLM, item: Item, digest: str, variants: dict[str, dict[str, Any]], answer_tokens: int | None
+    models: tuple[LLM, LLM | None],
+    item: Item,
+    digest: str,
+    variants: Sequence[PrefillVariant],
+    answer_tokens: int | None,
 ) -> Iterator[Outcome]:
-    """The outcomes of the variants, dense first."""
+    """The outcomes of the variants, dense first. models: the stock one and the adapted one."""
     if not variants:
         return
-    prompt = item.prompt(llm.template)
-    made = llm.prefill(prompt, **choices_of(DENSE))
-    reference = made.logits
-    for name, choices in variants.items():
-        if name != DENSE:
+    stock, adapted = models
+    prompt = item.prompt(stock.template)
+    dense = PrefillVariant.parse(DENSE).choices
+    made = stock.prefill(prompt, **dense)
+    reference, own = made.logits, None
+    if adapted is not None and any(v.adapted for v in variants):
+        own = adapted.prefill(prompt, **dense).logits
+    for variant in variants:
+        llm = adapted if variant.adapted and adapted is not None else stock
+        if variant.name != DENSE:
+            made.close()
             del made  # frees its cache before the next one grows
-            made = llm.prefill(prompt, **choices)
+            made = llm.prefill(prompt, **variant.choices)
         text = _answer(llm, item, made, min(item.answer_tokens, answer_tokens or item.answer_tokens))
+        reuse = made.report.reuse
         yield Outcome(
             task=item.task,
             id=item.id,
             digest=digest,
-            variant=name,
+            variant=variant.name,
             text=text,
             scores=item.score(text),
             kl=kl_divergence(reference, made.logits),
             agreement=float(top1_agrees(reference, made.logits)),
             density=made.report.density,
             prompt_tokens=made.n_tokens,
+            recomputed=reuse.recomputed_share if reuse else None,
+            kl_own=kl_divergence(own, made.logits) if variant.adapted and own is not None else None,
         )
+    made.close()
 
 
 def _answer(llm: LLM, item: Item, made: Prefilled, most: int) -> str:

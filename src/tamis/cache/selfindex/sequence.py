@@ -1,0 +1,199 @@
+"""One layer's keys and values of a sequence that grows, in self-indexed form, with its newest tokens whole.
+
+New tokens enter an open run in full precision. When it holds a block more than must stay recent, its oldest tokens are
+compressed. Records are made against tables that never change afterwards; what runs is the tables of what comes next:
+after `epoch` tokens new ones are fitted to the last epoch's keys as they are stored and the block that leaves the open
+run, and begin a new part. Rotated keys drift with the position, so that tables fitted to the last thousand tokens are
+wrong for the next: each part is therefore kept as a document is, turned back to positions from 0 on, where the last
+epoch's keys do look like the next one's. Of each block the tokens that were attended to most stay whole. The number of
+chosen records is not used up by generated tokens: these compete for it like all others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from tamis.cache.selfindex.keep import Budget, Keep, energy_of, exact_tokens
+from tamis.core.errors import InvalidInput
+from tamis.kernels.cpu import selfindex as cpu
+from tamis.kernels.reference import selfindex as reference
+from tamis.kernels.reference.selfindex import Fit
+from tamis.kernels.selfindex import Layout, Part, Records, check_pair, dequantised
+from tamis.model.rope import Rotary
+
+DECAY = 0.99  # of the running query energy, a step
+
+
+@dataclass(frozen=True)
+class Growth:
+    """When tokens are compressed, and against what.
+
+    block  tokens that leave the open run at once; it holds up to recent + block - 1 between steps
+    least  tokens that the first tables need: a shorter sequence stays whole
+    epoch  tokens after which tables are fitted anew
+    chosen tokens of a block that stay whole, by what the window attends to
+    """
+
+    keep: Keep = field(default_factory=Keep)
+    fit: Fit = field(default_factory=Fit)
+    block: int = 64
+    least: int = 256
+    epoch: int = 1024
+    chosen: int = 2
+
+    def __post_init__(self) -> None:
+        if min(self.block, self.least, self.epoch) < 1:
+            raise InvalidInput(f"block {self.block}, least {self.least}, epoch {self.epoch} tokens; give 1 or more.")
+
+
+class CodedSequence:
+    """Keys and values [B, Hkv, T, D] of one layer. All sequences of the batch have one length.
+
+    rotary  how the model turns keys, positions counting from 0: each part is then kept at positions of its own
+    parts, offsets  compressed tokens in order, and the position of each part's first token
+    """
+
+    def __init__(self, layout: Layout, growth: Growth | None = None, rotary: Rotary | None = None) -> None:
+        self.layout, self.growth, self.rotary = layout, growth or Growth(), rotary
+        self.parts: list[Part] = []
+        self.offsets: list[int] = []
+        self.open: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._energy: torch.Tensor | None = None
+        self._window: torch.Tensor | None = None
+
+    @property
+    def n_compressed(self) -> int:
+        """Tokens that have records."""
+        return sum(p.records.n_tokens for p in self.parts)
+
+    @property
+    def n_tokens(self) -> int:
+        """All tokens."""
+        return self.n_compressed + (0 if self.open is None else self.open[0].shape[-2])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of records, tables, exact copies and the open run, as they lie in memory."""
+        held = [t for p in self.parts for t in (p.records, p.tables, p.exact, p.keys, p.values)]
+        return sum(t.nbytes for t in (*held, *(self.open or ())))
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Add tokens [B, Hkv, n, D], turned at their positions, to the open run."""
+        check_pair(keys, values, self.layout)
+        if self.open is None:
+            self.open = keys.clone(), values.clone()
+            return
+        if keys.shape[:-2] != self.open[0].shape[:-2]:
+            raise InvalidInput(
+                f"keys are {tuple(keys.shape)}; this sequence is of {tuple(self.open[0].shape[:-2])} rows and KV heads."
+            )
+        self.open = torch.cat([self.open[0], keys], -2), torch.cat([self.open[1], values], -2)
+
+    def observe(self, q: torch.Tensor) -> None:
+        """Note queries [B, Hq, n, D] of the newest tokens: what is coded well, and what a prompt keeps whole."""
+        if self.open is None:
+            raise InvalidInput("queries before any keys; append the keys first.")
+        new = energy_of(q, self.open[0].shape[-3])
+        share = DECAY ** q.shape[-2] if self._energy is not None else 0.0
+        self._energy = new if self._energy is None else share * self._energy + (1 - share) * new
+        self._window = q[..., -self.growth.keep.window :, :]
+
+    def settle(self) -> int:
+        """Compress what need not stay open; returns the number of tokens. Call it between steps, never inside one."""
+        grow = self.growth
+        if self.open is None:
+            return 0
+        spare = self.open[0].shape[-2] - grow.keep.recent
+        if spare < (grow.block if self.parts else max(grow.least, grow.block)):
+            return 0
+        n = spare - spare % grow.block
+        keys, values = (t[..., :n, :] for t in self.open)
+        done = self.n_compressed
+        for begin, end, fresh in self._pieces(n):
+            self._compress(keys[..., begin:end, :], values[..., begin:end, :], done + begin, fresh)
+        self.open = self.open[0][..., n:, :].clone(), self.open[1][..., n:, :].clone()
+        return n
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, Hkv, T, D] of all tokens in their order, in the dtype they came in."""
+        if self.open is None:
+            raise InvalidInput("an empty sequence has no keys; append some first.")
+        keys, values = [], []
+        for part, offset in zip(self.parts, self.offsets, strict=True):
+            k, v = dequantised(part.records, part.tables, self.layout)
+            index = part.exact[..., None].expand(part.keys.shape)
+            keys.append(self._turned(k.to(self.open[0].dtype).scatter_(-2, index, part.keys), offset))
+            values.append(v.to(self.open[1].dtype).scatter_(-2, index, part.values))
+        return torch.cat([*keys, self.open[0]], -2), torch.cat([*values, self.open[1]], -2)
+
+    def attend(self, q: torch.Tensor, budget: Budget, *, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sparse attention of q [B, Hq, R, D], the newest R tokens' queries, whose keys are appended already.
+
+        The open run, first and chosen tokens are attended whole, and `budget` of the other records. Returns out
+        [B, Hq, R, D] in q's dtype and float32 log-sum-exp [B, Hq, R].
+        """
+        if self.open is None or q.shape[-2] > self.open[0].shape[-2]:
+            raise InvalidInput(f"{q.shape[-2]} query rows; append their keys first, and settle after the step.")
+        queries, count = [*(self._turned(q, -o) for o in self.offsets), q], budget.count(self.n_tokens)
+        step = cpu.decode if q.shape[-2] == 1 and q.device.type == "cpu" else reference.attention
+        return step(queries, self.parts, self.open, self.layout, count=count, scale=scale)
+
+    def _pieces(self, n: int) -> Iterator[tuple[int, int, bool]]:
+        """Spans of the n tokens to compress, and whether each begins a part: a long run is one part of its own."""
+        if not self.parts or n >= self.growth.epoch:
+            yield 0, n, True
+            return
+        room = max(0, self.growth.epoch - self.parts[-1].records.n_tokens)
+        if room:
+            yield 0, min(room, n), False
+        if room < n:
+            yield room, n, True
+
+    def _compress(self, keys: torch.Tensor, values: torch.Tensor, begin: int, fresh: bool) -> None:
+        """Tokens at positions from `begin` on, as a part of their own or at the end of the last one."""
+        exact = self._exact(keys, fresh)
+        copies = [t.gather(-2, exact[..., None].expand(*exact.shape, t.shape[-1])) for t in (keys, values)]
+        offset = begin if fresh else self.offsets[-1]
+        local, copies[0] = self._turned(keys, -offset), self._turned(copies[0], -offset)
+        signs = self.growth.fit.steps == 0
+        if not fresh:
+            last = self.parts[-1]
+            records = reference.compress(local, values, last.tables, self.layout, signs=signs)
+            joined = Records.joined([last.records, records])
+            exact = torch.cat([last.exact, exact + last.records.n_tokens], -1)
+            pairs = zip((last.keys, last.values), copies, strict=True)
+            self.parts[-1] = Part(joined, last.tables, exact, *(torch.cat(p, -2) for p in pairs))
+            return
+        left_out = torch.zeros(keys.shape[:-1], dtype=torch.bool, device=keys.device).scatter_(-1, exact, True)
+        k, v = local, values
+        if self.parts and keys.shape[-2] < self.growth.epoch:
+            k, v = self._history(local, values)
+            left_out = torch.nn.functional.pad(left_out, (k.shape[-2] - keys.shape[-2], 0))
+        tables = reference.fit_tables(k, v, self.layout, energy=self._energy, left_out=left_out, fit=self.growth.fit)
+        records = reference.compress(local, values, tables, self.layout, signs=signs)
+        self.parts.append(Part(records, tables, exact, *copies))
+        self.offsets.append(offset)
+
+    def _turned(self, keys: torch.Tensor, offset: int) -> torch.Tensor:
+        return keys if self.rotary is None or not offset else self.rotary.rotate(keys, offset)
+
+    def _exact(self, keys: torch.Tensor, fresh: bool) -> torch.Tensor:
+        """Tokens that stay whole: first and chosen ones of a prompt or a long turn, a few of a block of new tokens."""
+        keep = self.growth.keep
+        if self.parts:
+            long = fresh and keys.shape[-2] >= self.growth.epoch
+            chosen = keep.chosen if long else math.ceil(self.growth.chosen * keys.shape[-2] / self.growth.block)
+            keep = Keep(0, chosen, keep.recent, keep.window)
+        return exact_tokens(self._window, keys, keep, keys.shape[-1] ** -0.5)
+
+    def _history(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last epoch of the newest part as it is stored, from position 0 on, and the new tokens beside it."""
+        last = self.parts[-1]
+        n = last.records.n_tokens
+        begin = max(0, n - self.growth.epoch)
+        k, v = dequantised(last.records.span(begin, n), last.tables, self.layout)
+        return torch.cat([self._turned(k, -begin), keys.float()], -2), torch.cat([v, values.float()], -2)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tamis.bench.machine import device_of
+from tamis.bench.machine import device_of, why_of
 from tamis.bench.results import Row, quantiles
 from tamis.core.errors import InvalidInput, Unavailable, UnknownName
 from tamis.core.registry import unknown
@@ -276,7 +276,7 @@ class AttentionBench:
             try:
                 seconds = self._times(PROVIDERS[name].build(x))
             except torch.OutOfMemoryError as e:
-                self._leave_out(f"{name}/{case}", _said(e))
+                self._leave_out(f"{name}/{case}", why_of(e))
                 continue
             made.append(Measured(case, name, tuple(seconds), work))
             self.note(f"{case} {name}: {quantiles(made[-1].tflops)[1]:.4g} TFLOP/s")
@@ -290,7 +290,7 @@ class AttentionBench:
         try:
             out = PROVIDERS[name].build(x)().float()
         except Exception as e:  # whatever a foreign compiler raises is the reason that is reported
-            return _said(e)
+            return why_of(e)
         expected = reference(x.q.float(), x.k.float(), x.v.float(), x.lists, x.scale)[0]
         wrong = out - expected
         row = float((wrong.norm(dim=-1) / expected.norm(dim=-1)).max())
@@ -321,11 +321,6 @@ class AttentionBench:
     def _leave_out(self, what: str, why: str) -> None:
         self.left_out[what] = why
         self.note(f"{what} is left out: {why}")
-
-
-def _said(error: BaseException) -> str:
-    text = str(error).strip().split("\n")[0][:300].rstrip(".")
-    return text if isinstance(error, Unavailable) else f"{type(error).__name__}: {text}"
 
 
 def bench_attention(

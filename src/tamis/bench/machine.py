@@ -149,3 +149,9 @@ def _commit(file: Path) -> str:
     if not _run(*here, "ls-files", "--error-unmatch", file.name):
         return "unknown"
     return _run(*here, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or "unknown"
+
+
+def why_of(error: BaseException) -> str:
+    """What a report gives as the reason why something was left out: the first line of an error, its kind before it."""
+    text = str(error).strip().split("\n")[0][:300].rstrip(".")
+    return text if isinstance(error, Unavailable) else f"{type(error).__name__}: {text}"

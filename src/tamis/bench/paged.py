@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tamis.bench.machine import why_of
 from tamis.bench.results import Row, quantiles
 from tamis.core.errors import InvalidInput, Unavailable
 from tamis.kernels import paged_dispatch
@@ -377,12 +378,7 @@ def _measure(
     except InvalidInput:
         raise
     except Exception as e:  # whatever a compiler or a launch raises is the reason that is reported
-        return _said(e)
-
-
-def _said(error: BaseException) -> str:
-    text = str(error).strip().split("\n")[0][:300].rstrip(".")
-    return text if isinstance(error, Unavailable) else f"{type(error).__name__}: {text}"
+        return why_of(e)
 
 
 def _device(name: str) -> torch.device:

@@ -135,6 +135,22 @@ def lengths_of(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+class Kept:
+    """Where the rows of a benchmark go while it runs (`keep`), and what it says meanwhile (`note`)."""
+
+    def __init__(self, bench: str, results: str | None) -> None:
+        self._bench, self._results = bench, results
+        self.file: str | None = None
+
+    def note(self, what: str) -> None:
+        """A line on stderr."""
+        typer.echo(what, err=True)
+
+    def keep(self, rows: Sequence[Row]) -> None:
+        """Append rows to the results folder, see `record`."""
+        self.file = record(rows, self._bench, self._results)
+
+
 def record(rows: Sequence[Row], bench: str, folder: str | None) -> str | None:
     """Append rows to the results folder, if there is one or one is named. Returns the file.
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json as jsonlib
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from tamis.cli.bench import Results, app, record
+from tamis.cli.bench import Kept, Results, app
 from tamis.cli.options import Device, Json
-
-if TYPE_CHECKING:
-    from tamis.bench.results import Row
 
 
 @app.command("attention")
@@ -29,17 +26,10 @@ def attention(
     """TFLOP/s of the attention kernels on random inputs, sparse against dense, each checked before it is timed."""
     from tamis.bench.attention import bench_attention
 
-    kept: set[str | None] = set()
-
-    def note(what: str) -> None:
-        typer.echo(what, err=True)
-
-    def keep(rows: list[Row]) -> None:
-        kept.add(record(rows, "attention", results))
-
-    made = bench_attention(case or [], provider or [], device=device, note=note, keep=keep)
+    kept = Kept("attention", results)
+    made = bench_attention(case or [], provider or [], device=device, note=kept.note, keep=kept.keep)
     if json:
-        print(jsonlib.dumps(made | {"results": next(iter(kept), None)}))
+        print(jsonlib.dumps(made | {"results": kept.file}))
         return
     print(f"{'case':16} {'provider':12} {'TFLOP/s p20':>11} {'p50':>9} {'p80':>9} {'ms':>9}  speed-up")
     for m in made["measured"]:

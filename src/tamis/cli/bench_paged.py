@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json as jsonlib
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from tamis.cli.bench import Results, app, record
+from tamis.cli.bench import Kept, Results, app
 from tamis.cli.options import Device, Json
-
-if TYPE_CHECKING:
-    from tamis.bench.results import Row
 
 
 @app.command("paged")
@@ -32,17 +29,10 @@ def paged(
     """Overhead and rate of attention over documents kept at their own positions, checked before it is timed."""
     from tamis.bench.paged import bench_paged
 
-    kept: set[str | None] = set()
-
-    def note(what: str) -> None:
-        typer.echo(what, err=True)
-
-    def keep(rows: list[Row]) -> None:
-        kept.add(record(rows, "paged", results))
-
-    made = bench_paged(case or [], rounds=rounds, tune=tune, device=device, note=note, keep=keep)
+    kept = Kept("paged", results)
+    made = bench_paged(case or [], rounds=rounds, tune=tune, device=device, note=kept.note, keep=kept.keep)
     if json:
-        print(jsonlib.dumps(made | {"results": next(iter(kept), None)}))
+        print(jsonlib.dumps(made | {"results": kept.file}))
         return
     for measured in made["measured"] + made["tuned"]:
         _print(measured)

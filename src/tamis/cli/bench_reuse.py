@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tamis.cli.bench import Results, app, record
+from tamis.cli.bench import Kept, Results, app
 from tamis.cli.options import Json, progress
 
 if TYPE_CHECKING:
@@ -76,9 +76,8 @@ def reuse(
     else:
         shape = (exponent, documents, document_tokens, per_prompt, question_tokens, output_tokens, requests or 200)
         workload = Zipf(*shape, concurrency, repeat).workload()
-    names, kept = _words(providers or (RAN if real else MODELLED)), set()
-    hooks: dict[str, Any] = {"note": lambda what: typer.echo(what, err=True)}
-    hooks["keep"] = lambda rows: kept.add(record(rows, "reuse", results))
+    names, kept = _words(providers or (RAN if real else MODELLED)), Kept("reuse", results)
+    hooks: dict[str, Any] = {"note": kept.note, "keep": kept.keep}
     with progress("requests") as step:
         if real is None:
             plan = Plan(workload, _words(budgets), names, policy, ttl_s, host, seed, repeats, costs)
@@ -87,7 +86,7 @@ def reuse(
             opened = _opener(real)
             ran = RealPlan(workload, opened, _words(budgets), names, requests or 20, cut_tokens, seed)
             made = bench_real(ran, progress=step, **hooks)
-    print(jsonlib.dumps(made | {"results": next(iter(kept), None)}) if json else table(made))
+    print(jsonlib.dumps(made | {"results": kept.file}) if json else table(made))
 
 
 def _opener(name: str) -> Callable[[int | None], LLM]:

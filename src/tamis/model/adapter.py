@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tamis.core.errors import InvalidInput, ModelNotFound, StoreMismatch, Unavailable
+from tamis.core.files import write_whole
 
 FILE = "tamis_adapter.json"
 KINDS = ("block",)
@@ -20,9 +21,9 @@ CHECKED = ("architecture", "rotary", "tokenizer")  # and the weights
 
 
 def write_adapter_card(folder: Path, base: dict[str, str], **more: Any) -> None:
-    """Write `tamis_adapter.json` into a folder that peft saved to. `base`: see `adapter_info.base_of`."""
+    """Put `tamis_adapter.json`, whole, into a folder that peft saved to. `base`: see `adapter_info.base_of`."""
     card = {"kind": "block", "base": base, **more}
-    (folder / FILE).write_text(json.dumps(card, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_whole(folder / FILE, json.dumps(card, indent=2, sort_keys=True) + "\n")
 
 
 def adapter_card(folder: Path) -> dict[str, Any]:

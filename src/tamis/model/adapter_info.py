@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from tamis.core.errors import InvalidInput, StoreMismatch, Unavailable
-from tamis.model.adapter import FILE, adapter_card, write_adapter_card
+from tamis.model.adapter import adapter_card, write_adapter_card
 
 FORMAT = 1
 SAMPLES = 1024  # evenly spaced elements of each weight that name the base model
@@ -52,9 +50,7 @@ class AdapterInfo:
     def write(self, folder: str | Path) -> None:
         """Put the file into `folder`, whole or not at all."""
         values = asdict(self)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".card-") as scratch:
-            write_adapter_card(Path(scratch), values.pop("base"), **values)
-            os.replace(Path(scratch) / FILE, Path(folder) / FILE)
+        write_adapter_card(Path(folder), values.pop("base"), **values)
 
     def check(self, model: Any, tokenizer: Any) -> None:
         """Raises StoreMismatch, which names what differs, unless the adapter was trained on this very model, in
@@ -108,16 +104,3 @@ def import_peft() -> Any:
     except ImportError as e:
         raise Unavailable(f'adapters need peft ({e}): pip install "tamis[train]".') from e
     return peft
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file under a temporary name and rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(scratch, path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
 
-from tamis.model.adapter_info import write_whole
+from tamis.core.files import write_whole
 from tamis.train.state import Point
 
 SMOOTH = 20  # steps of the moving mean

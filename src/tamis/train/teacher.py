@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from tamis.core.errors import InvalidInput
+from tamis.core.files import write_whole
 from tamis.engine.sampling import TextStream, stop_tokens
-from tamis.model.adapter_info import write_whole
 from tamis.model.source import LoadedModel
 from tamis.train.layouts import Layouts
 

@@ -175,6 +175,21 @@ class TestMutations:
         monkeypatch.setattr(Layout, "of", shifted)
         assert far(llm.prefill(prompt, **REUSE).logits, stock(llm, prompt, block_mask(prompt))) > 10 * CLOSE
 
+    def test_another_document_is_seen(
+        self, open_cached: Callable[..., LLM], tokens: Callable[[int], list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prompt = placed(tokens(9), [tokens(128), tokens(128)], tokens(9))
+        llm, lay = open_cached(), Layout.of
+
+        def swapped(pieces: Sequence[Piece], page: int) -> Layout:
+            first, one, other, *rest = pieces
+            one, other = (Piece(a.start, a.length, b.stored, b.local) for a, b in ((one, other), (other, one)))
+            return lay([first, one, other, *rest], page)
+
+        assert far(llm.prefill(prompt, **REUSE).logits, stock(llm, prompt, block_mask(prompt))) < CLOSE
+        monkeypatch.setattr(Layout, "of", swapped)
+        assert far(llm.prefill(prompt, **REUSE).logits, stock(llm, prompt, block_mask(prompt))) > 10 * CLOSE
+
     def test_a_stale_key_is_seen(
         self, open_cached: Callable[..., LLM], prompt: Prompt, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tamis.core.errors import InvalidInput
 from tamis.corpus import Text, cut
+from tamis.corpus.headings import find_headings
 
 ALPHABET = st.sampled_from(
     [*"ab. \n", "\n\n", "# ", "## A\n", "- ", "```\n", "。", "語", "é", "👩‍🚀", "===\n", "\t", "word ", "\u2028"]
@@ -55,6 +56,22 @@ def test_a_heading_path_is_the_title_and_headings_stay_with_their_text():
         ("Guide > Setup", 1, 5),
         ("Guide > Use > Daily", 7, 11),
     ]
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        ("markdown", "## A\n===\n"),
+        ("markdown", "```\n\n```\n===\n"),
+        ("markdown", "---\n\n---\n===\n"),
+        ("rst", "Top\n===\nSub\n===\n"),
+    ],
+)
+def test_a_line_is_of_one_heading_alone(markup, text):
+    headings = find_headings(text.split("\n"), markup)
+    assert all(a.last <= b.first for a, b in itertools.pairwise(headings)) and len(headings) <= 1
+    passages = cut(Text("x", text, "", markup), count=words, target_tokens=1)
+    assert "".join(dense(p.text) for p in passages) == dense(text)
 
 
 def test_short_neighbours_share_a_passage_under_their_common_heading():

@@ -42,17 +42,21 @@ def find_headings(lines: list[str], markup: Markup) -> list[Heading]:
 def _markdown(lines: list[str]) -> list[tuple[int, int, int, str]]:
     found = []
     fence = ""
-    for i in range(_front_matter(lines), len(lines)):
+    taken = _front_matter(lines)  # lines before this one belong to something and are no heading's text
+    for i in range(taken, len(lines)):
         line = lines[i]
         mark = _FENCE.match(line)
         if fence:
+            taken = i + 1
             if mark and mark[1].startswith(fence) and not line.strip().strip(fence[0]):
                 fence = ""
         elif mark:
-            fence = mark[1]
+            fence, taken = mark[1], i + 1
         elif atx := _ATX.match(line):
+            taken = i + 1
             found.append((i, i + 1, len(atx[1]), _ATTRIBUTES.sub("", atx[2] or "")))
-        elif (rule := _UNDERLINE["markdown"].match(line)) and _is_title(lines, i - 1):
+        elif (rule := _UNDERLINE["markdown"].match(line)) and i > taken and _is_title(lines, i - 1):
+            taken = i + 1
             found.append((i - 1, i + 1, 1 if rule[1] == "=" else 2, lines[i - 1].strip()))
     return found
 
@@ -60,14 +64,16 @@ def _markdown(lines: list[str]) -> list[tuple[int, int, int, str]]:
 def _rst(lines: list[str]) -> list[tuple[int, int, int, str]]:
     found = []
     levels: dict[str, int] = {}
+    taken = 0  # lines before this one are of an earlier heading
     for i, line in enumerate(lines):
         rule = _UNDERLINE["rst"].match(line)
         if rule is None or i == 0 or len(line.rstrip()) < max(3, len(lines[i - 1].rstrip())):
             continue
-        overlined = i >= 2 and lines[i - 2].rstrip() == line.rstrip()
+        overlined = i - 2 >= taken and lines[i - 2].rstrip() == line.rstrip()
         if not lines[i - 1].strip() or _UNDERLINE["rst"].match(lines[i - 1]):
             continue
         if overlined or _is_title(lines, i - 1):
+            taken = i + 1
             level = levels.setdefault(rule[1] * (1 + overlined), len(levels) + 1)
             found.append((i - 2 if overlined else i - 1, i + 1, level, lines[i - 1].strip()))
     return found

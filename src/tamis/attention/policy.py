@@ -42,6 +42,7 @@ class Policy:
                  for one that sees n it is theta * (64 / n) ** power
     local        "threshold": a document's own tiles are kept by "stored" bits, or chosen like all others ("sampled",
                  which needs no offline pass)
+    paired       "threshold": neighbouring tiles of a document score half the rows each and speak for each other too
     alpha, beta, gamma, ca_rule   thresholds of the stored bits, see `index.spec.Thresholds`
     min_tokens   shorter prompts are prefilled dense, and the report says so; None: measured per device type
     kernel       a name in `kernels.dispatch`, or "auto"
@@ -66,6 +67,7 @@ class Policy:
     theta: float = 0.01
     power: float = 0.0
     local: str = "stored"
+    paired: bool = False
     alpha: float = 0.001
     beta: float = 0.01
     gamma: float = 0.1
@@ -125,7 +127,7 @@ class Policy:
         """The selector with its settings."""
         options: dict[str, Any] = {
             "sampled": {"rows": self.rows, "mass": self.mass},
-            "threshold": {"rows": self.rows, "theta": self.theta, "power": self.power, "local": self.local},
+            "threshold": {n: getattr(self, n) for n in ("rows", "theta", "power", "local", "paired")},
             "oracle": {"mass": self.mass},
         }
         selector: Selector = SELECTORS.get(self.selector)(**options.get(self.selector, {}))

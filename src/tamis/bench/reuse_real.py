@@ -97,16 +97,20 @@ def bench_real(
 def shape_model(name: str) -> LoadedModel:
     """A model of that shape (`shapes.SHAPES`) with random weights, on the GPU in bfloat16 where there is one.
 
-    Its tokenizer is the packaged model's: prompts here are token ids, no text goes through it.
+    Its tokenizer is a stand-in of one token: prompts here are token ids, no text goes through it.
     """
     import torch
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
 
     from tamis.bench.shapes import random_model
-    from tamis.model.source import DEFAULT_MODEL, LoadedModel, load_model
+    from tamis.model.source import LoadedModel
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    tokenizer = load_model(DEFAULT_MODEL, device="cpu").tokenizer
+    unknown_token = "<unk>"
+    words = Tokenizer(models.WordLevel({unknown_token: 0}, unk_token=unknown_token))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token=unknown_token)
     return LoadedModel(random_model(name, device=device, dtype=dtype), tokenizer, name, "")
 
 

@@ -24,7 +24,8 @@ from tamis.eval.questions import Question
 from tamis.eval.tasks import document_tokens, filled
 from tamis.eval.variants import Variant
 from tamis.kernels import dispatch
-from tamis.kernels.lists import lists_from_mask, tile_areas
+from tamis.kernels.lists import TileLists, lists_from_mask, tile_areas
+from tamis.select import on_device
 from tamis.select.calibrate import Curves, calibrate
 from tamis.select.oracle import true_mass
 from tamis.select.rules import PerHead, Share
@@ -72,6 +73,7 @@ class VariantPass:
     areas: list[float] = field(default_factory=list)
     heads: list[torch.Tensor] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
+    _device: on_device.DeviceScene | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         # once a pass, not at every layer: a copy to the device is waited for
@@ -84,13 +86,8 @@ class VariantPass:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `attention.hook.Job.attend`."""
         assert layer == len(self.masks), "layers run in order"
-        scene, selector = self.scene, self.variant.selector
-        mass = None
-        if isinstance(selector, RowSampled):
-            mask, mass = selector.select_with_mass(layer, q, k, scale, scene)
-        else:
-            mask = selector.select(layer, q, k, scale, scene)
-        lists = lists_from_mask(mask, scene.tiling, scene.tiling)
+        scene = self.scene
+        mask, mass, lists = self._chosen(layer, q, k, scale)
         out, lse = dispatch.block_sparse_attention(q, k, v, lists, scale)
         if self.variant.corrected:
             assert mass is not None, "parse_variant checked it"
@@ -100,6 +97,23 @@ class VariantPass:
         self.areas.append(lists.density)
         self.heads.append((mask * self._areas).sum((1, 2)) / self._areas.sum())
         return out, lse
+
+    def _chosen(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor | None, TileLists]:
+        """The mask, the estimate behind it where it is needed, and the lists; by the kernels that serve use, if any."""
+        scene, selector = self.scene, self.variant.selector
+        if q.is_cuda and not self.variant.corrected and on_device.why_not(selector, q, scene) is None:
+            if self._device is None:
+                self._device = on_device.DeviceScene.of(scene)
+            lists = self._device.lists(selector, layer, q, k, scale)
+            return on_device.mask_of(lists, scene), None, lists
+        mass = None
+        if isinstance(selector, RowSampled):
+            mask, mass = selector.select_with_mass(layer, q, k, scale, scene)
+        else:
+            mask = selector.select(layer, q, k, scale, scene)
+        return mask, mass, lists_from_mask(mask, scene.tiling, scene.tiling)
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ def _consumer(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["q_offset", "TQ", "NQ", "M"])  # sizes of a prompt: one build for all of them
 def kernel(
     q_desc, k_desc, v_desc, o_desc, out, lse, entries, count, n_masked, q_start, q_len, counter,
     scale, q_offset, TQ, HQ, NQ, M, G, o_head, o_row,

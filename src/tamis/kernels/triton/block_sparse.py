@@ -39,7 +39,7 @@ def _tile(
         return tl.load(p, mask=(start + o_n < TK)[:, None] & (o_d < D)[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_offset", "TQ", "TK", "NQ", "M"])  # sizes of a prompt: one build for all of them
 def kernel(
     q, k, v, out, lse, entries, count, n_masked, q_start, q_len, scale, q_offset, TQ, TK, NQ, M, G,
     q_head, q_row, k_head, k_row, v_head, v_row, o_head, o_row,

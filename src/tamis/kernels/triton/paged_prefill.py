@@ -143,7 +143,7 @@ def _run(
     return m, d, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TQ", "NQ", "M", "K"])  # sizes of a request: one build for all of them
 def kernel(
     q, k, v, k_desc, v_desc, out, lse, entries, runs, run_count, q_start, q_len, q_position, table, holes, cos, sin,
     slopes, scale, TQ, NQ, M, K, G, HKV, NC,

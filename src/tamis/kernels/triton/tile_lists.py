@@ -55,7 +55,8 @@ def _heaviest(free, missing):
     return bits >= tl.where(missing > 0, low, 0x7FFFFFFF)
 
 
-@triton.jit
+# sizes of a prompt: one build for all of them of about a length (NP)
+@triton.jit(do_not_specialize=["N", "NQ", "NS", "la_head", "ca_head"])
 def kernel(
     sums,
     la,

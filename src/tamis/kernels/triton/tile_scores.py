@@ -52,7 +52,8 @@ def _log_sum(b_q, b_k, position, entry, near, scale, BN: tl.constexpr, PRECISION
     return m + tl.math.log2(tl.sum(tl.math.exp2(s * scale - m[:, None]), 1))
 
 
-@triton.jit
+# sizes of a prompt: one build for all of them
+@triton.jit(do_not_specialize=["q_offset", "TK", "NS", "NB", "NC"])
 def kernel(
     q, k, out, tiles, rows, entries, scale, q_offset, TK, stride, NS, NB, NC, G, q_head, q_row, k_head, k_row,
     S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,

@@ -27,7 +27,7 @@ def _rows(base, i_head, start, n, s_head, s_row, D: tl.constexpr, DP: tl.constex
     return tl.load(p, mask=(o_m < n)[:, None] & (o_d < D)[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_offset", "TQ", "TK", "NQ", "NK"])  # sizes of a prompt: one build for all of them
 def kernel(
     q, k, lse, mass, peak, later_high, q_start, q_len, k_start, k_len, first, scale, beta, q_offset, TQ, TK, NQ, NK, G,
     q_head, q_row, k_head, k_row,

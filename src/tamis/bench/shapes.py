@@ -41,6 +41,8 @@ SHAPES = {
     "qwen2.5-14b": Shape("qwen2", 48, 5120, 13824, 40, 8, 128, 152064, 1000000.0),
     "qwen3-235b-a22b": Shape("qwen3_moe", 94, 4096, 1536, 64, 4, 128, 151936, 1e6, experts=128, routed=8),
     "minimax-m2.5": Shape("minimax_m2", 62, 3072, 1536, 48, 8, 128, 200064, 5e6, experts=256, routed=8, rotary=64),
+    # MiniCPM4.1's sizes on Llama's layers: their attention and products are the same, a few scalar factors are not
+    "minicpm4.1-8b": Shape("llama", 32, 4096, 16384, 32, 2, 128, 73448, 10000.0),
     "tiny": Shape("llama", 2, 256, 512, 4, 2, 64, 512, 10000.0),
     "tiny-moe": Shape("qwen3_moe", 4, 128, 96, 4, 2, 64, 512, 10000.0, experts=8, routed=2),
 }

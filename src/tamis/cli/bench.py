@@ -178,6 +178,8 @@ def record(rows: Sequence[Row], bench: str, folder: str | None) -> str | None:
 
 
 from tamis.cli import bench_attention as _bench_attention  # noqa: E402, F401 - adds its command to `app`
+from tamis.cli import bench_decode as _bench_decode  # noqa: E402, F401 - adds its command to `app`
+from tamis.cli import bench_forecast as _bench_forecast  # noqa: E402, F401 - adds its command to `app`
 from tamis.cli import bench_index as _bench_index  # noqa: E402, F401 - adds its command to `app`
 from tamis.cli import bench_paged as _bench_paged  # noqa: E402, F401 - adds its command to `app`
 from tamis.cli import bench_reuse as _bench_reuse  # noqa: E402, F401 - adds its command to `app`

@@ -33,6 +33,12 @@ class TestPolicy:
             ({"prefill": "sft"}, "Did you mean 'sift'"),
             ({"decode": "dens"}, "unknown decode 'dens'. Did you mean 'dense'"),
             ({"kv": "bf61"}, "Did you mean 'bf16'"),
+            ({"kv": "selfindx"}, "Did you mean 'selfindex'"),
+            ({"decode": "selfindex", "kv": "bf16"}, "reads codes that kv='bf16' does not keep"),
+            ({"decode": "selfindex", "prefill": "reuse"}, "prefill='reuse' keeps documents in pages"),
+            ({"kv": "selfindex", "prefill": "prefix"}, "Use prefill='dense' or 'sift' with it"),
+            ({"decode_budget": 1.5}, "decode_budget is 1.5"),
+            ({"decode_least": -1}, "decode_least -1; give a share"),
             ({"selector": "sample"}, "unknown selector 'sample'. Did you mean 'sampled'"),
             ({"ca_rule": "shares"}, "Did you mean 'share'"),
             ({"tile": 32}, "tile is 32; allowed are 64 and 128"),
@@ -52,6 +58,13 @@ class TestPolicy:
         if "selectr" not in changes:
             with pytest.raises(InvalidInput, match=says):
                 Policy(**changes)
+
+    def test_decode_implies_a_form(self) -> None:
+        forms = [Policy(kv=kv).kv_form for kv in ("auto", "bf16", "selfindex")]
+        assert forms == ["auto", "bf16", "selfindex"] and Policy(decode="selfindex").kv_form == "selfindex"
+        assert Policy(kv="selfindex").budget is None
+        budget = Policy(decode="selfindex", decode_budget=0.2, decode_least=5).budget
+        assert budget is not None and (budget.count(10), budget.count(1000)) == (5, 200)
 
     def test_of_keeps_the_rest(self) -> None:
         base = Policy(prefill="sift", mass=0.95)

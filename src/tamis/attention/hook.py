@@ -34,16 +34,28 @@ class Job(Protocol):
         """
 
 
+class DecodeJob(Protocol):
+    """What passes do whose keys lie in a cache of a form of Tamis's own. Its layers are known by their index."""
+
+    def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor | None:
+        """q [B, Hq, n, D], rotated → out [B, Hq, n, D] from what the cache holds; None: attend as without this job, to
+        the keys and values that the cache handed out."""
+
+    def observe(self, layer: int, q: torch.Tensor) -> None:
+        """Note the layer's queries [B, Hq, n, D], after its attention."""
+
+
 @dataclass
 class Switch:
     """Shared by all attention layers of one model: the job of the running forward pass, if there is one.
 
     `n_tokens` is the length the job was planned for, `borders` the tokens at which its chunks may begin and end (none:
     it takes the whole prompt alone). A pass of another shape is answered by the stock path and counted in `refused`
-    with the reason, never by a guess.
+    with the reason, never by a guess. `decode` is asked first, where the cache has one, and sees all queries.
     """
 
     job: Job | None = None
+    decode: DecodeJob | None = None
     n_tokens: int = 0
     borders: frozenset[int] = frozenset()
     refused: dict[str, int] = field(default_factory=dict)
@@ -63,6 +75,15 @@ class Switch:
             yield
         finally:
             self.job, self.borders, self._looked_at = None, frozenset(), None
+
+    @contextmanager
+    def decoding(self, job: DecodeJob) -> Iterator[None]:
+        """Use `job` in the forward passes that are made inside, beside a prefill's job."""
+        before, self.decode = self.decode, job
+        try:
+            yield
+        finally:
+            self.decode = before
 
     def takes(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None = None) -> bool:
         """Whether the job is for these tensors ([B, H, C, D], [B, H, T, D]).
@@ -176,11 +197,18 @@ def attention_forward(
     """transformers' attention signature: query [B, Hq, T, D], key and value [B, Hkv, T', D] → [B, T, Hq, D]."""
     switch: Switch = module.tamis_switch
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if switch.takes(query, key, attention_mask):
+    decode = switch.decode
+    found = None if decode is None else decode.attend(module.layer_idx, query, scale)
+    if found is not None:
+        out = found.transpose(1, 2)
+    elif switch.takes(query, key, attention_mask):
         assert switch.job is not None, "takes() checked it"
         out, _ = switch.job.attend(module.layer_idx, query[0], key[0], value[0], scale)
-        return out.transpose(0, 1)[None], None
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        out = out.transpose(0, 1)[None]
+    else:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale, **kwargs)
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale, **kwargs)
+    if decode is not None:
+        decode.observe(module.layer_idx, query)
     return out, None

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from tamis.attention.blend import CHOOSERS
+from tamis.attention.blend import CHOOSERS, NEED_RECORDS
+from tamis.cache.selfindex.keep import Budget
+from tamis.core.checks import check_fields
 from tamis.core.errors import InvalidInput
 from tamis.core.registry import unknown
 from tamis.index.spec import Thresholds
@@ -17,8 +19,8 @@ from tamis.select.scene import Selector
 PREFILLS = ("dense", "sift", "reuse", "blend", "prefix")
 PAGED = ("reuse", "blend", "prefix")  # keys and values in pages of the cache, see attention/reuse.py
 MISSING = ("store", "inline")
-DECODES = ("dense",)
-FORMATS = ("auto", "bf16")
+DECODES = ("dense", "selfindex")
+FORMATS = ("auto", "bf16", "selfindex")
 
 # Prompt length from which a sparse prefill was measured to win, by device type (docs/log.md, "crossover").
 MIN_TOKENS = {"cpu": 4096, "cuda": 8192}
@@ -31,8 +33,12 @@ class Policy:
     prefill      "dense"; "sift": every token recomputed, but only the attention tiles that matter; "reuse": documents
                  computed once, alone, and read in place (approximate: they do not see each other); "blend": the same
                  with some of their tokens recomputed; "prefix": exact reuse of what begins like an earlier prompt
-    decode       "dense"
-    kv           how keys and values are kept: "auto" (the model's dtype) or "bf16"
+    decode       how a new token reads the keys and values before it: "dense", all of them; "selfindex", a share that
+                 their own codes choose (approximate; means kv="selfindex")
+    kv           how keys and values are kept: "auto" (the model's dtype), "bf16", or "selfindex": codes that are their
+                 own index, about five times smaller than bfloat16 (approximate behind the prompt)
+    decode_budget, decode_least   "selfindex": the share of all tokens that a step reads beside those that are kept
+                 whole, 0 to 1, and the least number of them
     selector     for "sift": "sampled" (stored local bits, sampled rows for the rest), "threshold" (one bar for all
                  heads instead of a share of each row), "stored" (the paper); for evaluation "oracle", "all" (every
                  tile), "none" (no document sees another) and the peers "xattention", "flexprefill", "vertical_slash"
@@ -53,6 +59,8 @@ class Policy:
     reuse_copies "reuse", "blend": copy documents into the request's own pages, keys turned into place, as
                  Block-Attention does (a baseline: the same answers for more time and memory)
     blend        how "blend" chooses the tokens to recompute, a name in `blend.CHOOSERS`
+    fresh        "reuse", "blend": documents that the request computes itself are computed "dense", or as `selector`
+                 chooses ("sift"; with stored bits where there are some, none are made), from `min_tokens` on
     recompute    "blend": the share of the documents' tokens to recompute, 0 to 1
     chunk_tokens the prompt is prefilled in chunks of at most so many tokens, each cut short at a tile's border but one
                  tile or longer, which bounds the memory of a layer's activations; None: whole
@@ -81,8 +89,12 @@ class Policy:
     reuse_copies: bool = False
     blend: str = "attention"
     recompute: float = 0.15
+    fresh: str = "dense"
+    decode_budget: float = 0.075
+    decode_least: int = 96
 
     def __post_init__(self) -> None:
+        check_fields(self)
         choices = {
             "prefill": PREFILLS,
             "decode": DECODES,
@@ -92,6 +104,7 @@ class Policy:
             "local": ("stored", "sampled"),
             "missing": MISSING,
             "blend": tuple(CHOOSERS),
+            "fresh": ("dense", "sift"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -106,6 +119,7 @@ class Policy:
             )
         if not 0 <= self.recompute <= 1:
             raise InvalidInput(f"recompute is {self.recompute}; give a share of the documents' tokens, 0 to 1.")
+        self._check_decode()
         _ = self.thresholds  # raises on a value out of range
         self.make_selector()
 
@@ -119,9 +133,43 @@ class Policy:
         return replace(policy or cls(), **changes)
 
     @property
+    def kv_form(self) -> str:
+        """The form of the cache: `kv`, and "selfindex" where `decode` needs that and nothing else was asked for."""
+        return "selfindex" if self.decode == "selfindex" else self.kv
+
+    @property
+    def budget(self) -> Budget | None:
+        """What a step reads; None: everything."""
+        return Budget(self.decode_budget, self.decode_least) if self.decode == "selfindex" else None
+
+    def _check_decode(self) -> None:
+        if not 0 <= self.decode_budget <= 1 or self.decode_least < 0:
+            raise InvalidInput(
+                f"decode_budget is {self.decode_budget}, decode_least {self.decode_least}; give a share of the tokens, "
+                "0 to 1, and a number of them, 0 or more."
+            )
+        if self.decode == "selfindex" and self.kv == "bf16":
+            raise InvalidInput(
+                "decode='selfindex' reads codes that kv='bf16' does not keep. Use kv='selfindex' (or 'auto', which "
+                "means it then), or decode='dense'."
+            )
+        if self.prefill in PAGED and self.kv_form == "selfindex":
+            raise InvalidInput(
+                f"prefill={self.prefill!r} keeps documents in pages of full keys and values, which are not in the "
+                "self-indexing form. Use prefill='dense' or 'sift' with it, or kv='auto' and decode='dense'."
+            )
+
+    @property
     def thresholds(self) -> Thresholds:
         """What the stored bits are made with."""
         return Thresholds(self.alpha, self.beta, self.gamma, self.ca_rule)  # type: ignore[arg-type]
+
+    @property
+    def needs_records(self) -> bool:
+        """Whether prompts are prefilled from their documents' stored bits, so that observing documents early pays."""
+        if self.prefill == "blend":
+            return self.blend in NEED_RECORDS
+        return self.prefill == "sift" and self.make_selector().needs_records
 
     def make_selector(self) -> Selector:
         """The selector with its settings."""

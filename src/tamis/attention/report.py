@@ -49,6 +49,46 @@ class ReuseReport:
 
 
 @dataclass(frozen=True)
+class DecodeReport:
+    """How new tokens read the keys and values before them. Shares are 0..1, times in seconds.
+
+    asked, used  "dense" or "selfindex"; where they or the forms differ, `reason` says why
+    kv           the form in which keys and values are kept
+    kernel       what computed the steps' attention; "" before the first
+    steps        passes of one new token behind others, all of one batch
+    n_tokens     held at the end, of each sequence
+    kv_bytes     held at the end, by all layers, as they lie in memory; `bf16_bytes` the same tokens would take in full
+    attended     share of the tokens whose keys and values a step read, mean over steps; codes are read of all of them
+    compress_s   spent on compressing, the prompt and later tokens, before steps
+    approximate  whether logits behind the prompt may differ from those of keys and values in the model's dtype
+    """
+
+    asked: str
+    used: str
+    kv: str
+    kernel: str = ""
+    steps: int = 0
+    n_tokens: int = 0
+    kv_bytes: int = 0
+    bf16_bytes: int = 0
+    attended: float = 1.0
+    compress_s: float = 0.0
+    approximate: bool = False
+    reason: str = ""
+
+    def __str__(self) -> str:
+        size = f"KV {self.kv_bytes / 1e6:.1f} MB"
+        if self.kv_bytes:
+            size += f" of {self.bf16_bytes / 1e6:.1f} in bf16, {self.bf16_bytes / self.kv_bytes:.1f}x smaller"
+        kernel = f", {self.kernel}" if self.kernel else ""
+        read = f", {100 * self.attended:.1f} % of the tokens read" if self.used != "dense" else ""
+        took = f", compressed in {self.compress_s:.2f} s" if self.compress_s else ""
+        what = "approximate" if self.approximate else "exact"
+        why = f"\n{self.asked} decode was asked for: {self.reason}" if self.reason else ""
+        return f"{self.used} decode, {self.steps} steps{kernel}{read}; kv {self.kv}: {size}{took}; {what}{why}"
+
+
+@dataclass(frozen=True)
 class PrefillReport:
     """One prompt's prefill. Shares are 0..1, times in seconds.
 

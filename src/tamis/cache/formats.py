@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -40,12 +41,42 @@ def new_cache(form: str, config: Any) -> Cache:
     raise InvalidInput(unknown("kv format", form, list(FORMS)))
 
 
+def take_over(cache: Cache, form: str, config: Any) -> str:
+    """Give an empty `DynamicCache`, as transformers makes one for `generate`, the layers of `form`.
+
+    In place: whoever holds it goes on with it. Returns why that cannot be, or "".
+    """
+    if type(cache) is not DynamicCache:
+        return f"the caller's cache is a {type(cache).__name__}; only an empty DynamicCache can be turned into {form!r}"
+    if cache.get_seq_length():
+        return f"the caller's cache holds {cache.get_seq_length()} tokens already; only an empty one becomes {form!r}"
+    if cache.offloading or any(type(layer) is not DynamicLayer for layer in cache.layers):
+        return f"the caller's cache is offloaded or has layers of another kind; it cannot be turned into {form!r}"
+    cache.layers, cache.layer_class_to_replicate = new_cache(form, config).layers, None
+    return ""
+
+
+def form_of(cache: Cache) -> str:
+    """The form that a cache has: "selfindex", "bf16", or else "auto"."""
+    first = cache.layers[0] if cache.layers else None
+    return "selfindex" if isinstance(first, SelfIndexLayer) else "bf16" if isinstance(first, Bf16Layer) else "auto"
+
+
+def cache_argument(model: Any) -> str:
+    """What a model's forward calls its cache: transformers 5.24 renamed it, and warns about the old name."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
+def layer_bytes(layer: Any) -> int:
+    """Bytes that one layer's keys and values take."""
+    if isinstance(layer, SelfIndexLayer):
+        return layer.nbytes
+    return sum(t.nbytes for t in (layer.keys, layer.values) if t is not None)
+
+
 def cache_bytes(cache: Cache) -> int:
     """Bytes that the cache's keys and values take."""
-    coded = [layer for layer in cache.layers if isinstance(layer, SelfIndexLayer)]
-    plain = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
-    held: int = sum(layer.nbytes for layer in coded) + sum(t.nbytes for t in plain)
-    return held
+    return sum(layer_bytes(layer) for layer in cache.layers)
 
 
 def stored_dtype(form: str, model_dtype: torch.dtype) -> torch.dtype:

@@ -14,10 +14,15 @@ from tamis.cli.options import (
     Adapter,
     Blend,
     CacheDir,
+    ChunkTokens,
+    Decode,
+    DecodeBudget,
     Device,
     Dtype,
     Json,
+    Kv,
     Model,
+    Rebuild,
     Recompute,
     Store,
     Yarn,
@@ -42,14 +47,15 @@ def ask(
     selector: Annotated[str, typer.Option(help="How sift chooses tiles: sampled, threshold, stored, …")] = "sampled",
     mass: Annotated[float, typer.Option(help="Share of the attention that sampled and oracle keep.")] = 0.9,
     min_tokens: Annotated[int | None, typer.Option(help="Prompt length from which sift is used.")] = None,
-    chunk_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Prefill in chunks of so many tokens, at most.")
-    ] = None,
+    chunk_tokens: ChunkTokens = None,
     recompute: Recompute = 0.15,
     blend: Blend = "attention",
     accept_block_attention: AcceptBlock = False,
     adapter: Adapter = None,
     cache_dir: CacheDir = None,
+    kv: Kv = "auto",
+    decode: Decode = "dense",
+    decode_budget: DecodeBudget = 0.075,
     passages: Annotated[int, typer.Option("--passages", "-k", min=1, help="Passages in the prompt, at most.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer, at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
@@ -57,9 +63,7 @@ def ask(
     compare: Annotated[bool, typer.Option("--compare", help="Run dense and --prefill on the same prompt.")] = False,
     recall: Annotated[bool, typer.Option("--recall", help="Measure the attention mass kept (slow).")] = False,
     store: Store = None,
-    rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Drop a store that does not fit, and make it again.")
-    ] = False,
+    rebuild: Rebuild = False,
     device: Device = None,
     dtype: Dtype = None,
     yarn: Yarn = None,
@@ -73,12 +77,13 @@ def ask(
 
     choices = {"selector": selector, "mass": mass, "min_tokens": min_tokens, "chunk_tokens": chunk_tokens}
     choices |= {"recompute": recompute, "blend": blend, "accept_block_attention": accept_block_attention}
+    choices |= {"kv": kv, "decode": decode, "decode_budget": decode_budget}
     with (
         load(model, device, dtype, yarn, prefill=prefill, adapter=adapter, cache_dir=cache_dir, **choices) as llm,
         llm.corpus(store or default_store(llm.spec(llm.policy)), rebuild=rebuild) as base,
     ):
         with progress("indexing") as step:
-            added = base.add_files(docs, on_index=step)
+            added = base.add_files(docs, observe=llm.policy.needs_records, on_index=step)
         begin = time.perf_counter()
         hits = _search(base, question, passages, added.files)
         documents = llm.fit(question, hits, room=max_tokens)

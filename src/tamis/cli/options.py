@@ -30,7 +30,7 @@ Yarn = Annotated[
 Recompute = Annotated[
     float, typer.Option(min=0, max=1, help="blend: share of the documents' tokens that are computed again.")
 ]
-Blend = Annotated[str, typer.Option(help="How blend chooses them: attention or cacheblend.")]
+Blend = Annotated[str, typer.Option(help="How blend chooses them: attention, bits_attention, cacheblend, …")]
 AcceptBlock = Annotated[
     bool, typer.Option("--accept-block-attention", help="Allow reuse on a model not trained for it: answers suffer.")
 ]
@@ -38,6 +38,11 @@ Adapter = Annotated[str | None, typer.Option("--adapter", help="Folder of an ada
 CacheDir = Annotated[
     str | None, typer.Option("--cache-dir", help="reuse, blend, prefix: keep stored documents in this folder.")
 ]
+ChunkTokens = Annotated[int | None, typer.Option(min=1, help="Prefill in chunks of so many tokens, at most.")]
+Rebuild = Annotated[bool, typer.Option("--rebuild", help="Drop a store that does not fit, and make it again.")]
+Kv = Annotated[str, typer.Option("--kv", help="How keys and values are kept: auto, bf16 or selfindex (5x smaller).")]
+Decode = Annotated[str, typer.Option(help="How new tokens read them: dense, or selfindex (a share of them).")]
+DecodeBudget = Annotated[float, typer.Option(min=0, max=1, help="decode selfindex: the share a token reads.")]
 
 
 def load(model: str, device: str | None, dtype: str | None, yarn: float | None = None, **choices: Any) -> LLM:

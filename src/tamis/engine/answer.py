@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tamis.attention.report import PrefillReport
+from tamis.attention.report import DecodeReport, PrefillReport
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Report:
-    """What was done for one request."""
+    """What was done for one request. `decode` is None where keys and values lie in pages."""
 
     prefill: PrefillReport
     timing: Timing
     new_tokens: int
     finish: str
     notes: tuple[str, ...] = ()
+    decode: DecodeReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON."""
@@ -51,6 +52,8 @@ class Report:
         split = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items())
         speed = f", {self.new_tokens / t.decode_s:.0f} tokens/s" if t.decode_s and self.new_tokens > 1 else ""
         lines = [f"TTFT {t.ttft_s:.2f} s ({split}); {self.new_tokens} new tokens{speed}", str(self.prefill)]
+        if self.decode is not None and self.decode.kv != "auto":
+            lines.append(str(self.decode))
         return "\n".join([*lines, *self.notes])
 
 

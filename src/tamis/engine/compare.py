@@ -27,7 +27,7 @@ def compare(
     """Dense against the policy with `choices`, after a warm-up; bits and stored documents are made beforehand."""
     tokens = [llm.document_tokens(d) for d in documents]
     policy = Policy.of(llm.policy, **choices)
-    if policy.prefill == "sift" and policy.make_selector().needs_records:
+    if policy.needs_records:
         llm.index([t for t in tokens if t], **choices)
     if policy.prefill in PAGED:
         llm.prefill(llm.template.prompt(question, tokens[::-1]), **choices).close()

@@ -66,7 +66,7 @@ class LLM:
             options: dict[str, Any] = {"device": device, "dtype": dtype, "yarn": yarn, "on_convert": on_convert}
             loaded = load_model(model, adapter=adapter, **options)
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
-        self.runner = Runner(loaded.model)
+        self.runner = Runner(loaded.model, self.policy)
         self.template = Template(self.tokenizer)
         self.stop_tokens = stop_tokens(loaded.model, self.tokenizer)
         self._spec: IndexSpec | None = None
@@ -278,7 +278,7 @@ class LLM:
             prefill_s=start.prefill_s,
             decode_s=time.perf_counter() - first,
         )
-        report = Report(start.report, timing, len(new), "stop" if ended else "length")
+        report = Report(start.report, timing, len(new), "stop" if ended else "length", decode=start.decode_report)
         return Answer(text.text, report, _sources(documents, text.text), tuple(new), start.logits)
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tamis.attention.decode import Decoding, check_form
 from tamis.attention.hook import Switch, install
 from tamis.attention.offline import Indexer, Progress
 from tamis.attention.planner import Plan, plan_prefill
 from tamis.attention.policy import PAGED, Policy
-from tamis.attention.report import PrefillReport
+from tamis.attention.report import DecodeReport, PrefillReport
 from tamis.attention.reuse import ROOM_TOKENS, ReuseEngine, Session
-from tamis.cache.formats import new_cache
+from tamis.cache.formats import cache_argument, new_cache
 from tamis.core.errors import ContextOverflow, InvalidInput
 from tamis.engine.sampling import Sampler, Sampling
 from tamis.model.family import geometry
@@ -29,6 +30,7 @@ class Prefilled:
     """A prompt that is ready to be continued. `logits` [vocabulary] of the first new token; times in seconds.
 
     cache: what `Runner.decode` goes on from, a transformers cache or a `Session` of pages, which `close` gives back.
+    decoding: how new tokens read a transformers cache, and what they did so far. tokens: of the prompt.
     """
 
     logits: torch.Tensor
@@ -38,6 +40,13 @@ class Prefilled:
     plan_s: float
     index_s: float
     prefill_s: float
+    decoding: Decoding | None = None
+    tokens: Sequence[int] = ()
+
+    @property
+    def decode_report(self) -> DecodeReport | None:
+        """What was done with the cache so far; None for pages."""
+        return None if self.decoding is None else self.decoding.report()
 
     def close(self) -> None:
         """Let go of pages and documents now rather than when this object goes. Closing twice is harmless."""
@@ -48,19 +57,19 @@ class Prefilled:
 class Runner:
     """A model with Tamis's attention installed. `close` puts the stock attention back.
 
-    Safe to use from many threads: `lock` is held during every pass of the model, which takes one at a time.
+    Safe to use from many threads: `lock` is held during every pass of the model, which takes one at a time. Raises
+    ModelUnsupported at once where `policy`, the one of most requests, asks for a cache that the model cannot have.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, policy: Policy | None = None) -> None:
         self.model = model
         self.lock = threading.RLock()
         self.geometry = geometry(model.config)
+        check_form(policy or Policy(), model)
         self.switch: Switch
         self._uninstall: Callable[[], None]
         self.switch, self._uninstall = install(model)
-        # transformers 5.24 renamed the argument and warns about the old name
-        new = "cache" in inspect.signature(type(model).forward).parameters
-        self._cache = "cache" if new else "past_key_values"
+        self._cache = cache_argument(model)
 
     def close(self) -> None:
         """Take Tamis's attention out of the model again. Closing twice is harmless."""
@@ -93,17 +102,21 @@ class Runner:
         are reserved there for the answer.
         """
         self.check_fits(len(prompt.tokens))
+        check_form(policy, self.model)
         if policy.prefill in PAGED:
             if reuse is None:
                 raise InvalidInput(f"prefill={policy.prefill!r} needs a cache of documents, which tamis.LLM has.")
-            return self._prefill_paged(prompt, policy, reuse(), room_tokens)
+            begin = functools.partial(reuse().begin, indexer=indexer, on_index=on_index)
+            return self._prefill_paged(prompt, policy, begin, room_tokens)
         with self.lock:
             return self._prefill(prompt, policy, indexer, measure_recall=measure_recall, on_index=on_index)
 
-    def _prefill_paged(self, prompt: Prompt, policy: Policy, reuse: ReuseEngine, room_tokens: int) -> Prefilled:
+    def _prefill_paged(
+        self, prompt: Prompt, policy: Policy, begin_session: Callable[..., Session], room_tokens: int
+    ) -> Prefilled:
         begin = time.perf_counter()
         room = min(room_tokens, self.geometry.context_tokens - len(prompt.tokens))
-        session = reuse.begin(prompt, policy, room_tokens=room)
+        session = begin_session(prompt, policy, room_tokens=room)
         try:
             planned = time.perf_counter()
             logits = session.prefill()
@@ -111,7 +124,8 @@ class Runner:
             session.close()
             raise
         took, plan_s = time.perf_counter() - planned, planned - begin - session.hold_s
-        return Prefilled(logits, session, session.report(), len(prompt.tokens), plan_s, session.hold_s, took)
+        report, n = session.report(), len(prompt.tokens)
+        return Prefilled(logits, session, report, n, plan_s, session.hold_s, took, tokens=prompt.tokens)
 
     def _prefill(
         self,
@@ -125,17 +139,27 @@ class Runner:
         begin = time.perf_counter()
         plan: Plan = plan_prefill(self.model, prompt, policy, indexer, measure_recall=measure_recall, on_index=on_index)
         planned = time.perf_counter()
-        cache = new_cache(policy.kv, self.model.config)
+        cache = new_cache(policy.kv_form, self.model.config)
+        decoding = Decoding(self.model, cache, policy)
         with torch.inference_mode(), plan.running(self.switch):
             ids = torch.tensor([prompt.tokens], device=next(self.model.parameters()).device)
             for first, end in plan.chunks:
                 part = ids[:, first:end]
-                logits = self.model(part, **{self._cache: cache}, use_cache=True, logits_to_keep=1).logits[0, -1]
+                with decoding.running(self.switch, step=False):
+                    logits = self.model(part, **{self._cache: cache}, use_cache=True, logits_to_keep=1).logits[0, -1]
             if logits.is_cuda:
                 torch.cuda.synchronize()
         took = time.perf_counter() - planned
         return Prefilled(
-            logits, cache, plan.report(), len(prompt.tokens), planned - begin - plan.index_s, plan.index_s, took
+            logits,
+            cache,
+            plan.report(),
+            len(prompt.tokens),
+            planned - begin - plan.index_s,
+            plan.index_s,
+            took,
+            decoding,
+            prompt.tokens,
         )
 
     def most_tokens(self, start: Prefilled, sampling: Sampling) -> int:
@@ -144,7 +168,7 @@ class Runner:
 
     def decode(self, start: Prefilled, sampling: Sampling, stop: frozenset[int]) -> Iterator[int]:
         """New tokens one by one, the stop token not among them. Uses up `start`'s cache."""
-        sampler = Sampler(sampling, start.logits.device)
+        sampler = Sampler(sampling, start.logits.device, start.tokens)
         logits = start.logits
         most = self.most_tokens(start, sampling)
         try:
@@ -155,17 +179,18 @@ class Runner:
                 yield token
                 if n + 1 == most:
                     return
-                logits = self._step(start.cache, token)
+                logits = self._step(start, token)
         finally:
             start.close()
 
-    def _step(self, cache: Any, token: int) -> torch.Tensor:
+    def _step(self, start: Prefilled, token: int) -> torch.Tensor:
         """Logits [vocabulary] behind one more token."""
-        if isinstance(cache, Session):
-            return cache.step(token)
-        with self.lock, torch.inference_mode():
+        if isinstance(start.cache, Session):
+            return start.cache.step(token)
+        assert start.decoding is not None, "a prefill into a transformers cache gives one"
+        with self.lock, torch.inference_mode(), start.decoding.running(self.switch, step=True):
             ids = torch.tensor([[token]], device=next(self.model.parameters()).device)
-            logits: torch.Tensor = self.model(ids, **{self._cache: cache}, use_cache=True).logits[0, -1]
+            logits: torch.Tensor = self.model(ids, **{self._cache: start.cache}, use_cache=True).logits[0, -1]
         return logits
 
 

@@ -18,7 +18,8 @@ class SelfIndexLayer(CacheLayerMixin):
 
     `sequence` is there after the first update. Whoever has the queries calls `sequence.observe(q)` after a pass;
     without it, codes weigh all channels alike and no tokens but the first and the recent are kept whole. With
-    `only_new`, `update` hands out the new tokens alone: for a caller that then uses `sequence.attend`.
+    `only_new`, `update` hands out the new tokens alone: for a caller that then uses `sequence.attend`. With `whole` it
+    compresses nothing: for chunks of one prompt, which are to see each other in full precision.
     """
 
     is_sliding = False
@@ -26,7 +27,8 @@ class SelfIndexLayer(CacheLayerMixin):
 
     def __init__(self, growth: Growth | None = None, rotary: Rotary | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.growth, self.rotary, self.only_new = growth, rotary, False
+        self.growth, self.rotary = growth, rotary
+        self.only_new = self.whole = False
         self.sequence: CodedSequence | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -42,7 +44,8 @@ class SelfIndexLayer(CacheLayerMixin):
         if self.sequence is None:
             self.lazy_initialization(key_states, value_states)
         assert self.sequence is not None, "made above"
-        self.sequence.settle()
+        if not self.whole:
+            self.sequence.settle()
         self.sequence.append(key_states, value_states)
         return (key_states, value_states) if self.only_new else self.sequence.dense()
 
@@ -66,6 +69,14 @@ class SelfIndexLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything."""
         self.sequence, self.is_initialized = None, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Not possible: a record is made once. 0 changes nothing."""
+        if tokens_to_remove:
+            raise InvalidInput(
+                f"{tokens_to_remove} tokens to take back; a selfindex cache only grows. Use kv='auto' where tokens are "
+                "tried and taken back, as assisted generation does."
+            )
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Not possible: the records of a batch are made together."""

@@ -64,6 +64,7 @@ class CodedSequence:
         self.open: tuple[torch.Tensor, torch.Tensor] | None = None
         self._energy: torch.Tensor | None = None
         self._window: torch.Tensor | None = None
+        self._observed = 0
 
     @property
     def n_compressed(self) -> int:
@@ -97,10 +98,14 @@ class CodedSequence:
         """Note queries [B, Hq, n, D] of the newest tokens: what is coded well, and what a prompt keeps whole."""
         if self.open is None:
             raise InvalidInput("queries before any keys; append the keys first.")
-        new = energy_of(q, self.open[0].shape[-3])
-        share = DECAY ** q.shape[-2] if self._energy is not None else 0.0
+        new, n, window = energy_of(q, self.open[0].shape[-3]), q.shape[-2], q[..., -self.growth.keep.window :, :]
+        # chunks of a prompt count as the prompt would in one pass; behind it the past fades
+        share = DECAY**n if self.parts else self._observed / (self._observed + n)
         self._energy = new if self._energy is None else share * self._energy + (1 - share) * new
-        self._window = q[..., -self.growth.keep.window :, :]
+        self._observed += n
+        if self._window is not None and not self.parts:
+            window = torch.cat([self._window, window], -2)[..., -self.growth.keep.window :, :]
+        self._window = window.clone()  # a view would keep the whole prompt's queries
 
     def settle(self) -> int:
         """Compress what need not stay open; returns the number of tokens. Call it between steps, never inside one."""
@@ -122,6 +127,8 @@ class CodedSequence:
         """Keys and values [B, Hkv, T, D] of all tokens in their order, in the dtype they came in."""
         if self.open is None:
             raise InvalidInput("an empty sequence has no keys; append some first.")
+        if not self.parts:
+            return self.open
         keys, values = [], []
         for part, offset in zip(self.parts, self.offsets, strict=True):
             k, v = dequantised(part.records, part.tables, self.layout)

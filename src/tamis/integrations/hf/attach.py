@@ -2,7 +2,8 @@
 
 The prompt is the caller's: documents are found in it by their token ids. What is not found, or a pass that no plan
 fits (a batch, padding, a chunk that ends inside a tile), runs the stock attention, and the report says so. Chunks that
-fit (`generate(prefill_chunk_size=…)`) have one report together.
+fit (`generate(prefill_chunk_size=…)`) have one report together. Under kv="selfindex" the cache that `generate` makes is
+given that form; see `integrations.hf.caches`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from types import TracebackType
@@ -17,13 +19,15 @@ from typing import Any, Self
 
 import torch
 
+from tamis.attention.decode import check_form
 from tamis.attention.hook import attention_layers, install
 from tamis.attention.offline import Indexer, index_spec
 from tamis.attention.planner import Plan, plan_prefill
 from tamis.attention.policy import Policy
-from tamis.attention.report import PrefillReport
+from tamis.attention.report import DecodeReport, PrefillReport
 from tamis.core.errors import InvalidInput
 from tamis.index.store import RecordStore
+from tamis.integrations.hf.caches import CACHE, MASK, Caches, argument, rows
 from tamis.integrations.hf.chunks import NOT_FOUND, Begun, fit, whole_documents
 from tamis.model.family import geometry
 from tamis.prompt.segments import Prompt, find_documents
@@ -49,7 +53,7 @@ def attach(
     documents  texts (needs `tokenizer`) or token ids, as they will stand in the prompt
     store      folder of records, kept between runs; None keeps them in memory
     prefix     token ids that documents are observed behind; best what stands before them in the prompt
-    choices    fields of `Policy`: prefill="sift", selector=…
+    choices    fields of `Policy`: prefill="sift", selector=…, kv="selfindex", decode="selfindex"
 
     Raises ModelUnsupported for a model whose attention Tamis has not been proved on.
     """
@@ -57,7 +61,7 @@ def attach(
 
 
 class Attached:
-    """A model with Tamis in it. `report` and `reports` tell what its prefills did."""
+    """A model with Tamis in it. `report` and `reports` tell what its prefills did, `decode_report` what came behind."""
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class Attached:
         measure_recall: bool,
     ) -> None:
         geometry(model.config)
+        check_form(policy, model)
         attention_layers(model)
         self.model, self.policy = model, policy
         self.documents = [_token_ids(d, tokenizer) for d in documents]
@@ -83,7 +88,8 @@ class Attached:
             self._uninstall()
             raise
         self._indexer = Indexer(model, self._switch, self._store, spec, prefix)
-        self._running: tuple[Plan, Any] | None = None
+        self._caches = Caches(model, policy)
+        self._running: tuple[Plan | None, ExitStack] | None = None
         self._begun: Begun | None = None
         self._continued: Plan | None = None  # a plan whose report takes the place of the last one
         self._closed = False
@@ -96,6 +102,15 @@ class Attached:
     def report(self) -> PrefillReport | None:
         """What the last prefill did."""
         return self.reports[-1] if self.reports else None
+
+    @property
+    def decode_report(self) -> DecodeReport | None:
+        """What was done with the cache that a pass used last; None where kv is "auto" and decode "dense"."""
+        return self._caches.report
+
+    def new_cache(self) -> Any:
+        """An empty cache of the policy's form, for callers that keep one over several turns."""
+        return self._caches.new_cache()
 
     def close(self) -> None:
         """Take Tamis out of the model and close the store. Closing twice is harmless."""
@@ -114,19 +129,28 @@ class Attached:
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._end_pass()  # of a pass that was interrupted: torch calls no hooks after Ctrl-C
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if ids is None or ids.dim() != 2 or ids.shape[1] == 1 or self._switch.job is not None:
-            return
-        plan = self._plan(ids, kwargs)
-        running = plan.running(self._switch)
-        running.__enter__()
-        self._running = (plan, running)
+        n = rows(args, kwargs)
+        if not n or self._switch.job is not None:
+            return None
+        ids = argument(args, kwargs, 0, "input_ids")
+        plan = self._plan(ids, args, kwargs) if ids is not None and ids.dim() == 2 and n > 1 else None
+        decoding = self._caches.of_pass(args, kwargs)
+        passing = ExitStack()
+        self._running = (plan, passing)
+        if plan is not None:
+            passing.enter_context(plan.running(self._switch))
+        if decoding is not None:
+            step = n == 1 and decoding.cache.get_seq_length() > 0
+            passing.enter_context(decoding.running(self._switch, step=step))
+        return args, kwargs
 
-    def _plan(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> Plan:
-        mask = kwargs.get("attention_mask")
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))  # renamed in transformers 5.24
+    def _plan(self, ids: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        mask = argument(args, kwargs, MASK, "attention_mask")
+        cache = argument(args, kwargs, CACHE, "cache", "past_key_values")  # renamed in transformers 5.24
         begun, self._begun = self._begun, None
         past = int(cache.get_seq_length()) if cache is not None else 0
         tokens, reason = ids[0].tolist(), ""
@@ -185,9 +209,9 @@ class Attached:
     def _end_pass(self) -> Plan | None:
         if self._running is None:
             return None
-        plan, running = self._running
+        plan, passing = self._running
         self._running = None
-        running.__exit__(None, None, None)
+        passing.close()
         return plan
 
 

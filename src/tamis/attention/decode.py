@@ -1,0 +1,211 @@
+"""How new tokens read the keys and values before them: all of them, or a share of a cache that is its own index.
+
+A prompt's passes see its keys in full precision. Compression waits for the first token behind it, so that it delays no
+first token and chunks of a prompt see each other exactly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from tamis.attention.hook import Switch
+from tamis.attention.policy import Policy
+from tamis.attention.report import DecodeReport
+from tamis.cache.formats import form_of, layer_bytes
+from tamis.cache.selfindex.keep import Budget
+from tamis.cache.selfindex.layer import SelfIndexLayer
+from tamis.cache.selfindex.sequence import CodedSequence
+from tamis.core.errors import ModelUnsupported
+from tamis.kernels.selfindex import HEAD_DIMS
+from tamis.model.family import geometry
+from tamis.model.rope import Rotary
+
+
+class Reader(Protocol):
+    """Computes one layer's attention of a step over its sequence; one object for all layers of one cache.
+
+    kernel: what computes it; nbytes: what it keeps beside the cache.
+    """
+
+    kernel: str
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def read(
+        self, layer: int, sequence: CodedSequence, q: torch.Tensor, *, budget: Budget, scale: float
+    ) -> torch.Tensor:
+        """q [B, Hq, 1, D] of the newest token, whose key is appended → out [B, Hq, 1, D]."""
+
+
+class SequenceReader:
+    """Reads the sequence where it lies, by PyTorch."""
+
+    nbytes = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.kernel = "cpu" if device.type == "cpu" else "reference"
+
+    def read(
+        self, layer: int, sequence: CodedSequence, q: torch.Tensor, *, budget: Budget, scale: float
+    ) -> torch.Tensor:
+        """See `Reader`."""
+        return sequence.attend(q, budget, scale=scale)[0]
+
+
+def reader_for(device: torch.device) -> Reader:
+    """The reader to use on a device."""
+    if device.type == "cuda":
+        from tamis.attention.decode_arena import ArenaReader
+
+        return ArenaReader()
+    return SequenceReader(device)
+
+
+@dataclass
+class Trace:
+    """What the passes of one cache did so far; plain numbers, which outlive the cache. See `DecodeReport`."""
+
+    kv: str = "auto"
+    kernel: str = ""
+    steps: int = 0
+    sparse_steps: int = 0
+    n_tokens: int = 0
+    kv_bytes: int = 0
+    bf16_bytes: int = 0
+    attended: float = 0.0  # summed over steps
+    compress_s: float = 0.0
+    approximate: bool = False
+    reason: str = ""
+
+    def report(self, policy: Policy) -> DecodeReport:
+        """In words and shares."""
+        return DecodeReport(
+            asked=policy.decode,
+            used="selfindex" if self.sparse_steps else "dense",
+            kv=self.kv,
+            kernel=self.kernel,
+            steps=self.steps,
+            n_tokens=self.n_tokens,
+            kv_bytes=self.kv_bytes,
+            bf16_bytes=self.bf16_bytes,
+            attended=self.attended / self.steps if self.steps else 1.0,
+            compress_s=self.compress_s,
+            approximate=self.approximate,
+            reason=self.reason,
+        )
+
+
+@dataclass
+class State:
+    """What goes on from one pass of a cache to the next."""
+
+    trace: Trace = field(default_factory=Trace)
+    reader: Reader | None = None
+
+
+class Decoding:
+    """One transformers cache and how a policy reads it: the `DecodeJob` of its passes, which `running` makes it.
+
+    A cache in which nothing is Tamis's own (kv "auto", "bf16") is only counted.
+    """
+
+    def __init__(self, model: Any, cache: Any, policy: Policy, state: State | None = None) -> None:
+        self.cache, self.policy, self.state = cache, policy, state or State()
+        self.trace = self.state.trace
+        self.trace.kv = form_of(cache)
+        self._rounded = self.trace.kv == "bf16" and next(model.parameters()).dtype != torch.bfloat16
+        self._coded = [layer for layer in cache.layers if isinstance(layer, SelfIndexLayer)]
+        self._budget = policy.budget if self._coded else None
+
+    @contextmanager
+    def running(self, switch: Switch, *, step: bool) -> Iterator[None]:
+        """Make one forward pass inside. step: of one new token behind others; else of a prompt's tokens."""
+        if step:
+            self.compress()
+        for layer in self._coded:
+            layer.whole, layer.only_new = True, step and self._budget is not None
+        try:
+            if self._coded:
+                with switch.decoding(self):
+                    yield
+            else:
+                yield
+        finally:
+            for layer in self._coded:
+                layer.whole = layer.only_new = False
+        self._note(step)
+
+    def compress(self) -> int:
+        """Compress what need not stay whole any longer; returns the tokens of a layer. Part of every step."""
+        begin, n = time.perf_counter(), 0
+        with torch.no_grad():
+            for layer in self._coded:
+                n = layer.sequence.settle() if layer.sequence is not None else 0
+        if n:
+            if self._coded[0].device.type == "cuda":
+                torch.cuda.synchronize()
+            self.trace.compress_s += time.perf_counter() - begin
+        return n
+
+    def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor | None:
+        """See `hook.DecodeJob`."""
+        held = self.cache.layers[layer]
+        if self._budget is None or not held.only_new:
+            return None
+        if self.state.reader is None:
+            self.state.reader = reader_for(q.device)
+        out = self.state.reader.read(layer, held.sequence, q, budget=self._budget, scale=scale)
+        self.trace.kernel = self.state.reader.kernel
+        return out
+
+    def observe(self, layer: int, q: torch.Tensor) -> None:
+        """See `hook.DecodeJob`."""
+        self.cache.layers[layer].sequence.observe(q.detach())
+
+    def report(self) -> DecodeReport:
+        """What was done so far."""
+        return self.trace.report(self.policy)
+
+    def _note(self, step: bool) -> None:
+        """Count a pass. All layers hold the same numbers of everything, so the first one speaks for them."""
+        trace, first = self.trace, self.cache.layers[0]
+        n = trace.n_tokens = int(first.get_seq_length())
+        if not n:
+            return
+        sequence: CodedSequence | None = first.sequence if isinstance(first, SelfIndexLayer) else None
+        newest = first.keys if sequence is None or sequence.open is None else sequence.open[0]
+        batch, heads, n_whole, head_dim = newest.shape
+        reader = 0 if self.state.reader is None else self.state.reader.nbytes
+        trace.kv_bytes = layer_bytes(first) * len(self.cache.layers) + reader
+        trace.bf16_bytes = 4 * batch * heads * n * head_dim * len(self.cache.layers)
+        trace.approximate = self._rounded or (sequence is not None and sequence.n_compressed > 0)
+        if not step:
+            return
+        trace.steps += 1
+        if sequence is None or self._budget is None:
+            trace.attended += 1
+            trace.kernel = "sdpa"
+            return
+        trace.sparse_steps += 1
+        n_whole += sum(p.exact.shape[-1] for p in sequence.parts)
+        trace.attended += min(n, n_whole + self._budget.count(n)) / n
+
+
+def check_form(policy: Policy, model: Any) -> None:
+    """Raises ModelUnsupported where a model's keys and values cannot be kept in the form that `policy` asks for."""
+    if policy.kv_form != "selfindex":
+        return
+    head_dim = geometry(model.config).head_dim
+    if head_dim not in HEAD_DIMS:
+        raise ModelUnsupported(
+            f"kv='selfindex' on a model with head_dim {head_dim}; the self-indexing form has "
+            f"{' and '.join(map(str, HEAD_DIMS))}. Use kv='auto' or 'bf16', and decode='dense', with this model."
+        )
+    Rotary.of(model)

@@ -1,0 +1,43 @@
+"""One check for all option classes: that a value is of the kind its field says. Python would let 1.5 tokens pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from numbers import Integral, Real
+from os import PathLike
+from typing import Any
+
+from tamis.core.errors import InvalidInput
+
+
+def check_fields(options: Any) -> None:
+    """Raises InvalidInput for a field of the dataclass `options` whose value is not of the annotated kind.
+
+    Kinds are int, float (a whole number counts, infinity and NaN do not), bool, str, Path and None, alone or joined by
+    "|"; a field annotated with anything else is left alone. True and False are no numbers. The class must be defined
+    under `from __future__ import annotations`, so that annotations are text.
+    """
+    for field in fields(options):
+        names = str(field.type).split(" | ")
+        if not all(name in _KINDS for name in names):
+            continue
+        value = getattr(options, field.name)
+        if not any(_KINDS[name][0](value) for name in names):
+            allowed = " or ".join(_KINDS[name][1] for name in names)
+            raise InvalidInput(f"{field.name} is {value!r}; allowed is {allowed}.")
+
+
+def _number(kind: Any) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (_number(Integral), "a whole number"),
+    "float": (_number(Real), "a finite number"),
+    "bool": (lambda value: isinstance(value, bool), "True or False"),
+    "str": (lambda value: isinstance(value, str), "a text"),
+    "Path": (lambda value: isinstance(value, PathLike), "a path"),
+    "None": (lambda value: value is None, "None"),
+}

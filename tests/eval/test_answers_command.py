@@ -105,6 +105,7 @@ def test_ruler_without_questions_says_what_it_leaves_out(run: Run, sets: Path) -
         (["--tasks", "needle", "--tokens", "0"], "at least 1"),
         (["--tasks", "needle", "--tokens", "5000"], "this model takes 4096"),
         (["--tasks", "needle", "--variants", "spase"], "unknown selector"),
+        (["--tasks", "needle", "--fill", "2000"], "--fill 2000 fills qa prompts, and --tasks names needle"),
         (["--tasks", "ruler,vt"], "vt/4000 would run twice"),
         (["--data", "nowhere.jsonl"], "no question set at"),
     ],

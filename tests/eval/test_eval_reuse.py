@@ -62,7 +62,7 @@ def test_variants_cover_both_rules_at_every_share() -> None:
         "adapted/dense",
         "adapted/reuse",
     ]
-    for rule in ("attention", "cacheblend"):
+    for rule in ("attention", "bits_attention", "cacheblend"):
         assert [f"blend:recompute={s},blend={rule}" in names for s in (0.1, 0.3)] == [True, True]
     assert not [n for n in variants_of([0.1], rules=["cacheblend"]) if n.startswith(("adapted", "blend=attention"))]
     with pytest.raises(InvalidInput, match="recompute is 3"):

@@ -199,6 +199,21 @@ class TestLog:
         assert research(llm, QUESTIONS, variants("none", "all"), study) == both
         assert research(llm, [], [], self.study(tmp_path, case="other")) == []
 
+    @pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"device": "cuda"}, {"dtype": None}])
+    def test_what_another_dtype_or_device_made_is_made_again(
+        self, llm: LLM, tmp_path: Path, other: dict[str, Any], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        study = self.study(tmp_path, limit=1)
+        (first,) = research(llm, QUESTIONS, variants("none"), study)
+        assert (first["dtype"], first["device"]) == ("float32", "cpu") and study.log is not None
+        strange = {name: value for name, value in (first | other | {"kl": 99.0}).items() if value is not None}
+        study.log.write_text(json.dumps(strange) + "\n")
+        (made,) = research(llm, QUESTIONS, variants("none"), study)
+        assert made["kl"] == first["kl"] and "1 results of c" in caplog.text and "float32 on cpu" in caplog.text
+        assert len(study.log.read_text().splitlines()) == 2
+        caplog.clear()
+        assert research(llm, QUESTIONS, variants("none"), study) == [made]
+
     def test_deadline(self, llm: LLM, tmp_path: Path) -> None:
         assert research(llm, QUESTIONS, variants("none"), self.study(tmp_path, deadline_s=-1.0)) == []
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tamis.cli import evaluate_answers, evaluate_reuse, research
+from tamis.cli import evaluate_answers, evaluate_decode, evaluate_forecast, evaluate_reuse, research
 from tamis.cli.bench import Results, record
 from tamis.cli.options import Device, Dtype, Json, Model, Yarn, load, progress
 
@@ -21,6 +21,8 @@ def _group() -> None:
 
 app.add_typer(evaluate_answers.app)
 app.add_typer(evaluate_reuse.app)
+app.add_typer(evaluate_decode.app)
+app.add_typer(evaluate_forecast.app)
 app.add_typer(research.app)
 
 

@@ -67,10 +67,11 @@ def answers(
     from tamis.eval.answers import Log, eval_answers, settings_of
     from tamis.eval.prefills import variant_names
 
-    chosen = variant_names(variants)
-    lengths, options = _lengths(tokens), {"rows": rows, "mass": mass, "theta": theta, "power": power, "local": local}
+    chosen, lengths = variant_names(variants), _lengths(tokens)
+    options = {"rows": rows, "mass": mass, "theta": theta, "power": power, "local": local}
     with load(model, device, dtype, yarn, **options) as llm, progress("questions") as step:
-        tasks = _tasks(llm, _names(names), data or [], docs or [], limit=limit, lengths=lengths, seed=seed, fill=fill)
+        given: dict[str, Any] = {"limit": limit, "lengths": lengths, "seed": seed, "fill": fill}
+        tasks = tasks_named(llm, _names(names), data or [], docs or [], **given)
         settings = settings_of(llm)
         path = Path(log) if log else _default_log(settings)
         found = eval_answers(
@@ -124,7 +125,7 @@ def _default_log(settings: dict[str, Any]) -> Path:
     return cache_dir() / "answers" / f"{blake2b(told.encode(), digest_size=8).hexdigest()}.jsonl"
 
 
-def _tasks(
+def tasks_named(
     llm: LLM,
     names: list[str],
     data: list[str],
@@ -149,6 +150,11 @@ def _tasks(
             raise InvalidInput(unknown("task", name, [*KINDS, *RULER]))
     if not names:
         raise InvalidInput(f"--tasks names none. Choices: {', '.join((*KINDS, *RULER))}.")
+    if fill is not None and "qa" not in names:
+        raise InvalidInput(
+            f"--fill {fill} fills qa prompts, and --tasks names {', '.join(names)}; add qa and its --data, or leave "
+            "--fill out (needle and RULER prompts are as long as --tokens says)."
+        )
     files = question_files(data)
     if "qa" in names and not files:
         raise NothingFound("qa needs question sets: name files or folders with --data.")

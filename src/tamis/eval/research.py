@@ -18,6 +18,7 @@ import torch
 
 from tamis.attention.policy import Policy
 from tamis.core.errors import InvalidInput, StoreDamaged
+from tamis.core.log import logger
 from tamis.eval.demand import demand
 from tamis.eval.metrics import Interval, bootstrap
 from tamis.eval.questions import Question
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from tamis.prompt.segments import Prompt
 
 METRICS = ("density", "recall", "kl", "kl_rows", "agreement", "demand", "demand_keys")
+log = logger("eval")
 QUESTION_ROWS = 64  # last rows whose distributions are compared, at most
 Note = Callable[[int, int], None]
 
@@ -149,7 +151,8 @@ def research(
     begin, longest = time.monotonic(), 0.0
     asked = questions[: study.limit]
     wanted = {question.id for question in asked}
-    results = [r for r in _read_log(study) if r["question"] in wanted]
+    made_on = {"dtype": llm.dtype, "device": next(llm.runner.model.parameters()).device.type}
+    results = [r for r in _read_log(study, made_on) if r["question"] in wanted]
     have = {(r["question"], r["variant"]) for r in results}
     total = len(asked) * len(variants)
     for i, question in enumerate(asked):
@@ -162,7 +165,7 @@ def research(
                 return results
             if bench is None:
                 bench = Bench.of(llm, long_prompt(llm, questions, i, study.tokens))
-            result = {"case": study.case, "question": question.id, **bench.run(variant)}
+            result = {"case": study.case, "question": question.id, **made_on, **bench.run(variant)}
             longest = max(longest, time.monotonic() - now)
             results.append(result)
             _append_log(study, result)
@@ -286,8 +289,11 @@ def _logits(llm: LLM, prompt: Prompt, job: DensePass | VariantPass) -> torch.Ten
     return logits
 
 
-def _read_log(study: Study) -> list[dict[str, Any]]:
-    """The results of this case. A line that a kill cut short is taken off the file."""
+def _read_log(study: Study, made_on: dict[str, str]) -> list[dict[str, Any]]:
+    """The results of this case, made in this dtype on this kind of device; others count as missing, and are logged.
+
+    A line that a kill cut short is taken off the file.
+    """
     if study.log is None or not study.log.exists():
         return []
     text = study.log.read_bytes()
@@ -306,7 +312,13 @@ def _read_log(study: Study) -> list[dict[str, Any]]:
         if missing:
             raise StoreDamaged(f"{study.log}, line {number} lacks {', '.join(missing)}. Move the file away.")
         found += [result] if wanted else []
-    return found
+    same = [r for r in found if all(r.get(name) == value for name, value in made_on.items())]
+    if len(same) < len(found):
+        log.warning(
+            "%d results of %s in %s are not of %s and are made again.",
+            len(found) - len(same), study.case, study.log, " on ".join(made_on.values()),
+        )  # fmt: skip
+    return same
 
 
 def _append_log(study: Study, result: dict[str, Any]) -> None:

@@ -171,8 +171,8 @@ def _lose(x: Recorded, how: Protocol) -> dict[str, tuple[float, float, float, fl
     keys, values = x.keys.float(), x.values.float()
     window = x.q[:, : -how.rows]
     exact = exact_tokens(window, keys[:, :old], Keep(), x.scale)
-    whole = torch.ones((heads, n), dtype=torch.bool)
-    whole[:, :old] = torch.zeros((heads, old), dtype=torch.bool).scatter_(-1, exact, True)
+    whole = torch.ones((heads, n), dtype=torch.bool, device=keys.device)
+    whole[:, :old] = torch.zeros_like(whole[:, :old]).scatter_(-1, exact, True)
     true = reference.attend_exact(by_group(q, heads), keys, values, scale=x.scale, causal=True)[0]
 
     def lost(k: torch.Tensor, v: torch.Tensor, size: float) -> tuple[float, float, float, float]:

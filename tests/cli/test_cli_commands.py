@@ -33,6 +33,21 @@ class TestAsk:
         again = self.ask(tamis, docs, common, "--json").json
         assert again["answer"] == found["answer"] and "0 passages indexed" in str(again["report"]["notes"])
 
+    @pytest.mark.parametrize("prefill", ["dense", "prefix", "reuse", "blend"])
+    def test_only_sift_observes_the_documents(
+        self, tamis: Run, docs: Path, common: list[str], prefill: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from tamis.attention.offline import Indexer
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Indexer, "index", lambda *_: pytest.fail("an offline pass that nobody needs"))
+            found = self.ask(tamis, docs, common, "--prefill", prefill, "--accept-block-attention", "--json").json
+        assert found["report"]["prefill"]["used"] == prefill and ", 0 passages indexed" in str(found["report"]["notes"])
+        later = self.ask(tamis, docs, common, "--json").json
+        assert later["report"]["prefill"]["used"] == "sift" and later["report"]["prefill"]["indexed"] == 0
+        (note,) = [n for n in later["report"]["notes"] if "passages indexed" in n]
+        assert "0 read, 2 unchanged" in note and ", 0 passages" not in note
+
     def test_text(self, tamis: Run, docs: Path, common: list[str]) -> None:
         wanted = self.ask(tamis, docs, common, "--json").json
         ran = self.ask(tamis, docs, common)
@@ -54,6 +69,14 @@ class TestAsk:
         found = self.ask(tamis, docs, common, "--compare", "--selector", "all", "--json").json
         assert found["same_first_token"] and found["kl"] < 1e-6
         assert found["dense"]["answer"] == found["sift"]["answer"]
+
+    def test_decode_from_codes(self, tamis: Run, docs: Path, common: list[str]) -> None:
+        asked = ("--kv", "selfindex", "--decode", "selfindex", "--decode-budget", 0.2)
+        report = self.ask(tamis, docs, common, *asked, "--json").json["report"]["decode"]
+        assert (report["asked"], report["kv"]) == ("selfindex", "selfindex") and report["kv_bytes"] > 0
+        assert "kv selfindex: KV" in self.ask(tamis, docs, common, *asked).err
+        refused = self.ask(tamis, docs, common, "--kv", "bf16", "--decode", "selfindex")
+        assert refused.code != 0 and "kv='bf16' does not keep" in refused.err
 
     def test_a_seed_repeats(self, tamis: Run, docs: Path, common: list[str]) -> None:
         drawn = [

@@ -50,6 +50,16 @@ class TestAddFiles:
         assert (second.indexed, second.files.unchanged, second.files.read, seen) == (0, 5, (), [])
         assert base.indexer.store.verify() == []
 
+    def test_without_observing(self, llm: LLM, base: KnowledgeBase, folder: Path) -> None:
+        seen: list[int] = []
+        hook = llm.runner.model.base_model.register_forward_pre_hook(lambda *_: seen.append(1))
+        first = base.add_files(folder, observe=False)
+        hook.remove()
+        assert (first.indexed, len(base.indexer.store), seen) == (0, 0, []) and len(base.corpus) == 5
+        assert base.search("lamp 3 burns", k=2)
+        assert base.add_files(folder).indexed == 5, "what is missing is made later"
+        assert base.add_files(folder, observe=False).indexed == 0 and len(base.indexer.store) == 5
+
     def test_answers_need_no_observing(self, llm: LLM, base: KnowledgeBase, folder: Path) -> None:
         base.add_files(folder)
         hits = base.search("lamp 3 burns", k=2)

@@ -12,6 +12,7 @@ from paged_shapes import DECODE, MIXED, PREFILL
 from tamis.core.errors import InvalidInput
 from tamis.kernels.decode_plan import MOST_PAGES, DecodePlan, Room
 from tamis.kernels.paged import DOCUMENT, LENGTH, POSITION, KeyTiles, Segment, paged_lists, runs_of
+from tamis.kernels.reference.paged import paged_attention
 
 
 def angles(offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,3 +214,23 @@ def test_the_mixed_prompt_has_short_tiles_and_a_document_twice():
     tiles = make(PREFILL["mixed"]).tiles[0]
     assert {name for name, _, _ in MIXED.parts} == {"own", "a", "b", "c"}
     assert int((tiles.table[:, LENGTH] < tiles.page).sum()) >= 5
+
+
+@pytest.mark.parametrize("starts", [[0, 5, 9], [0, 1, 2, 3], [0]])
+def test_query_tiles_where_they_are_asked_for(starts: list[int]) -> None:
+    draw = torch.Generator().manual_seed(3)
+    q, keys, values = (torch.randn(s, generator=draw) for s in ((2, 13, 8), (3, 1, 16, 8), (3, 1, 16, 8)))
+    tiles = tiles_of(Segment((0, 1), 20, 0, None), Segment((2,), 12, 20, None))
+    where = torch.arange(5, 31, 2)
+    wanted = paged_attention(q, keys, values, tiles, paged_lists(tiles, where), scale=0.3)
+    lists = paged_lists(tiles, where, starts=torch.tensor(starts))
+    assert lists.q_start.tolist() == starts and int(lists.q_len.sum()) == 13
+    for a, b in zip(wanted, paged_attention(q, keys, values, tiles, lists, scale=0.3), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("starts", [[1, 5], [0, 5, 5], [0, 16], [0, 9, 5], [0, 9]])
+def test_query_tiles_that_cannot_be(starts: list[int]) -> None:
+    tiles = tiles_of(Segment((0, 1), 20, 0, None))
+    with pytest.raises(InvalidInput, match="each has 1 to 8 rows"):
+        paged_lists(tiles, torch.arange(16), rows=8, starts=torch.tensor(starts))

@@ -30,7 +30,13 @@ TILES = 256  # key tiles scored at once
 def choose(session: Session, share: float) -> torch.Tensor:
     """Prefill with `share` (0 to 1, in the mean over layers) of the stored tokens recomputed; logits [vocabulary]."""
     begin = time.perf_counter()
-    fresh, mass = session.layout.fresh, probed(session)
+    return recomputed(session, share, probed(session), begin)
+
+
+def recomputed(session: Session, share: float, mass: torch.Tensor, begin: float) -> torch.Tensor:
+    """Prefill with nested sets of stored tokens recomputed, by `mass` float32 [layers, n_tokens]: what a token's keys
+    and values are worth in each layer. begin: when choosing began. Returns logits [vocabulary]."""
+    fresh = session.layout.fresh
     stages, left = [], ~fresh
     for first, part in schedule(share, mass.shape[0]):
         # what a layer's keys are worth is how much is looked at from here on; in the first one they are right anyway
@@ -88,10 +94,14 @@ class ProbePass(PrefillPass):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Job.attend`."""
         out, lse = super().attend(layer, q, k, v, scale)
+        self.look(layer, q, lse, scale)
+        return out, lse
+
+    def look(self, layer: int, q: torch.Tensor, lse: torch.Tensor, scale: float) -> None:
+        """Note what is looked at; q [Hq, n, D] and lse [Hq, n] of all rows."""
         rows = slice(max(self.rows[0], self.rows[1] - PROBES), self.rows[1])
         reads = self.stages[0].reads
         self.mass.append(sum_of([column_mass(r, layer, q[:, rows], lse[:, rows], scale, self.n_tokens) for r in reads]))
-        return out, lse
 
 
 @dataclass
@@ -116,7 +126,7 @@ def column_mass(
     made = torch.zeros(n_tokens + 1, device=q.device)  # the last one takes what lies behind a page's length
     for table in torch.split(read.tiles.table, TILES):
         k = keys.index_select(0, table[:, PAGE].long())  # [m, Hkv, page, D]
-        turned = _turned_back(q, read.tiles, table[:, DOCUMENT].long()).reshape(len(table), kv_heads, -1, dim)
+        turned = turned_for(q, read.tiles, table[:, DOCUMENT].long()).reshape(len(table), kv_heads, -1, dim)
         scores = torch.matmul(turned, k.transpose(2, 3)).float() * scale - lse.reshape(kv_heads, -1, 1)
         at = torch.where(slots < table[:, LENGTH, None], table[:, POSITION, None] + slots, n_tokens)
         made.index_add_(0, at.flatten().long(), scores.exp().sum((1, 2)).flatten())
@@ -131,7 +141,7 @@ def sum_of(parts: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def _turned_back(q: torch.Tensor, tiles: KeyTiles, document: torch.Tensor) -> torch.Tensor:
+def turned_for(q: torch.Tensor, tiles: KeyTiles, document: torch.Tensor) -> torch.Tensor:
     """q [Hq, r, D] as the keys of each document int64 [m] (-1: q itself) are scored with: [m, Hq, r, D]."""
     many = q.expand(len(document), *q.shape)
     if tiles.cos is None or tiles.sin is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,10 @@ import torch
 
 from tamis.attention.blend import CHOOSERS
 from tamis.attention.hook import Job, Switch, packed_pass
+from tamis.attention.offline import Indexer, Progress
 from tamis.attention.policy import Policy
 from tamis.attention.report import PrefillReport, ReuseReport
+from tamis.attention.reuse_fresh import FreshChoice
 from tamis.attention.reuse_layout import Layout, OwnPages, Piece
 from tamis.attention.reuse_pass import DecodePass, Ground, PrefillPass, Stage, copied_into, rows_of
 from tamis.attention.reuse_prefix import hold_prefix, store_prefix
@@ -29,6 +32,7 @@ from tamis.cache.store import RequestPages
 from tamis.core.errors import CacheFull, InvalidInput, PoolFull
 from tamis.model.rope import Rotary, self_test
 from tamis.prompt.segments import Kind, Prompt
+from tamis.select.scene import DocumentBits
 
 ROOM_TOKENS = 128  # for the answer, reserved before the prefill where nothing else is asked for
 
@@ -41,10 +45,22 @@ class ReuseEngine:
         self.model, self.switch, self.store, self.block_tuned = model, switch, store, block_tuned
         self.rotary = Rotary.of(model)
 
-    def begin(self, prompt: Prompt, policy: Policy, *, room_tokens: int = ROOM_TOKENS) -> Session:
-        """Bring the prompt's documents into place, computing those that are missing. Raises InvalidInput."""
+    def begin(
+        self,
+        prompt: Prompt,
+        policy: Policy,
+        *,
+        room_tokens: int = ROOM_TOKENS,
+        indexer: Callable[[], Indexer] | None = None,
+        on_index: Progress | None = None,
+    ) -> Session:
+        """Bring the prompt's documents into place, computing those that are missing. Raises InvalidInput.
+
+        `indexer` gives that of the documents' stored bits; it is only called where the policy works from some.
+        """
         check_allowed(policy, next(self.model.parameters()).dtype, block_tuned=self.block_tuned)
         begin = time.perf_counter()
+        indexed, bits = self.bits(prompt, policy, indexer, on_index)
         before = self.store.passes
         if policy.prefill == "prefix":
             held, pieces = hold_prefix(self.store, prompt.tokens)
@@ -53,12 +69,27 @@ class ReuseEngine:
         took = time.perf_counter() - begin
         try:
             layout = Layout.of(pieces, self.store.pool.page)
-            session = Session(self, prompt, policy, layout, held, room_tokens=room_tokens)
+            session = Session(self, prompt, policy, layout, held, room_tokens=room_tokens, bits=bits)
         except BaseException:
             held.close()
             raise
-        session.hold_s, session.document_passes = took, self.store.passes - before
+        session.hold_s, session.document_passes, session.indexed = took, self.store.passes - before, indexed
         return session
+
+    def bits(
+        self, prompt: Prompt, policy: Policy, indexer: Callable[[], Indexer] | None, on_index: Progress | None
+    ) -> tuple[int, list[DocumentBits | None]]:
+        """How many documents were observed now, and the stored bits of each, None where there are none."""
+        documents = [d.tokens for d in prompt.documents]
+        chosen = (
+            policy.fresh == "sift" and policy.prefill in ("reuse", "blend") and policy.make_selector().needs_records
+        )
+        if indexer is None or not (policy.needs_records or chosen):
+            return 0, [None] * len(documents)
+        with self.store.lock:
+            found = indexer()
+            made = found.index(documents, on_index) if policy.needs_records else 0
+            return made, [None if r is None else r.bits() for r in found.records(documents)]
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, job: Job) -> torch.Tensor:
         """Logits [vocabulary] behind the last of the rows: tokens and positions, integers [n], seen through `job`."""
@@ -144,18 +175,21 @@ class Session:
         held: Held,
         *,
         room_tokens: int = ROOM_TOKENS,
+        bits: Sequence[DocumentBits | None] = (),
     ) -> None:
         self.engine, self.prompt, self.policy, self.layout, self.held = engine, prompt, policy, layout, held
         self.tokens = torch.tensor(prompt.tokens)
         self.n_tokens = layout.n_tokens
         self.trace = Trace()
-        self.hold_s, self.document_passes = 0.0, 0
+        self.hold_s, self.document_passes, self.indexed = 0.0, 0, 0
+        self.bits = tuple(bits) or (None,) * len(prompt.documents)
         self._handles = _Handles(held)
         self._finalizer = weakref.finalize(self, _Handles.close, self._handles)
         self._finalizer.atexit = False
         self.read_own = torch.ones_like(layout.fresh) if policy.reuse_copies else layout.fresh
         self.ground, self.pages = self._own(room_tokens)
         self._decode: DecodePass | None = None
+        self._choice = self._fresh_choice()
 
     @property
     def reused_tokens(self) -> int:
@@ -180,16 +214,28 @@ class Session:
         self.trace.logits, self.trace.prefill_s = logits, time.perf_counter() - begin
         return logits
 
-    def stage(self, rows: torch.Tensor, *, first: int = 0, own: torch.Tensor | None = None) -> Stage:
+    def stage(
+        self,
+        rows: torch.Tensor,
+        *,
+        first: int = 0,
+        own: torch.Tensor | None = None,
+        written: torch.Tensor | None = None,
+    ) -> Stage:
         """From layer `first` on the tokens of `rows` bool [n_tokens] are computed, and those of `own` (default: the
-        same) read from own pages."""
+        same) read from own pages. `written`: see `Stage.of`."""
         own = self.read_own | (rows if own is None else own)
         self.pages.cover(self.layout.spans(own))
-        return Stage.of(self.ground, self.layout, self.pages, rows=rows.nonzero()[:, 0], own=own, first=first)
+        return Stage.of(
+            self.ground, self.layout, self.pages, rows=rows.nonzero()[:, 0], own=own, first=first, written=written
+        )
 
     def run(self, job: PrefillPass) -> torch.Tensor:
         """The pass over the rows of `job`'s first stage; its stages are what later tokens read by."""
         rows = job.stages[0].rows
+        if self._choice is not None:
+            self._choice.begin()
+            job.choose_reads = self._choice.reads
         with rows_of(job, self.engine.model, self.engine.switch):
             logits = self.engine.forward(self.tokens[rows], rows, job)
         self.trace.stages = tuple(job.stages)
@@ -217,7 +263,9 @@ class Session:
         """What was done; call it after the prefill."""
         n, stages, layers = self.layout.n_tokens, self.trace.stages, self.ground.own.spec.n_layers
         ends = [*(s.first for s in stages[1:]), layers]
-        area = sum(int((s.rows + 1).sum()) * (end - s.first) for s, end in zip(stages, ends, strict=True))
+        area: float = sum(int((s.rows + 1).sum()) * (end - s.first) for s, end in zip(stages, ends, strict=True))
+        if self._choice is not None:
+            area -= self._choice.skipped
         by_tier: Counter[str] = Counter()
         origins = self.held.origins
         held = [(d, o) for d, o in zip(self.held.documents, origins, strict=True) if d is not None]
@@ -228,12 +276,13 @@ class Session:
         return PrefillReport(
             asked=self.policy.prefill,
             used=self.policy.prefill,
-            selector="",
+            selector="" if self._choice is None else self.policy.selector,
             kernel="paged",
             prompt_tokens=n,
             documents=len(documents),
             document_tokens=sum(len(d.tokens) for d in documents),
             density=min(1.0, area / (layers * n * (n + 1) / 2)),
+            indexed=self.indexed,
             fallbacks=fallbacks,
             reuse=ReuseReport(
                 by_tier=dict(by_tier),
@@ -248,6 +297,23 @@ class Session:
                 choose_s=self.trace.choose_s,
             ),
         )
+
+    def _fresh_choice(self) -> FreshChoice | None:
+        """What chooses the tiles of fresh documents, if the policy asks for it and it can win."""
+        policy, n, device = self.policy, self.layout.n_tokens, self.engine.store.pool.keys.device
+        if policy.fresh != "sift" or policy.prefill not in ("reuse", "blend"):
+            return None
+        selector = policy.make_selector()
+        choice = FreshChoice.of(
+            self.prompt, self.layout, selector, self.bits, tile=policy.tile, device=device
+        )  # fmt: skip
+        if choice is not None and n < (least := policy.crossover_tokens(device.type)):
+            self.trace.notes.append(
+                f"fresh documents are dense: the prompt has {n} tokens and a choice of tiles pays from {least} on this "
+                f"{device.type}"
+            )
+            return None
+        return choice
 
     def _recomputed_share(self, ends: list[int]) -> float:
         """Recomputed tokens of documents in the mean over layers, as a share of the reused ones."""

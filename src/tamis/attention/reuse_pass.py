@@ -81,20 +81,22 @@ class Stage:
         rows: torch.Tensor,
         own: torch.Tensor,
         first: int = 0,
+        written: torch.Tensor | None = None,
     ) -> Stage:
         """Plan a stage on the CPU and bring it to the pools' device, without waiting for it.
 
-        Rows outside `own` are computed, but their keys are not written: what is stored of them is as good.
+        Rows outside `written` bool [n_tokens] (None: `own`) are computed, but their keys are not written: what is there
+        of them is as good, or is to stay.
         """
-        mine, device = own[rows], ground.device
+        mine, device = (own if written is None else written)[rows], ground.device
         page, slot = pages.slots(rows[mine])
-        written = None if bool(mine.all()) else mine.nonzero()[:, 0].to(device, non_blocking=True)
+        among = None if bool(mine.all()) else mine.nonzero()[:, 0].to(device, non_blocking=True)
         reads = tuple(
             Read(pool, tiles.to(device), paged_lists(tiles, rows).to(device))
             for pool, tiles in ground.tiles(layout, pages, own)
         )
         moved = (page.to(device, non_blocking=True), slot.to(device, non_blocking=True))
-        return cls(first, rows, *moved, reads, own, written)
+        return cls(first, rows, *moved, reads, own, among)
 
     def among(self, other: Stage) -> torch.Tensor:
         """int64 [n]: which rows of `other`, which has all of them, are this stage's; on the pools' device."""
@@ -111,6 +113,7 @@ class PrefillPass:
     own: PagePool
     stages: list[Stage]
     layers: int = 0
+    choose_reads: Callable[[Stage, int, torch.Tensor, float], Sequence[Read]] | None = None  # for a layer's queries
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -130,7 +133,8 @@ class PrefillPass:
         if stage.written is not None:
             k, v = k[:, stage.written], v[:, stage.written]
         put(self.own, layer, stage.page, stage.slot, k, v)
-        return read(stage.reads, layer, q, scale)
+        reads = stage.reads if self.choose_reads is None else self.choose_reads(stage, layer, q, scale)
+        return read(reads, layer, q, scale)
 
 
 @contextmanager

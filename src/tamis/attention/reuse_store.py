@@ -19,13 +19,14 @@ import torch
 from tamis.attention.hook import Switch
 from tamis.attention.offline import pack_tokens_of, packed_forward, packs
 from tamis.cache.document import DocumentKV, Lease, Payload, Wanted
-from tamis.cache.keys import DocumentKey
+from tamis.cache.keys import DOCUMENTS, DocumentKey
 from tamis.cache.pool import PagePool
 from tamis.cache.spec import KVSpec
 from tamis.cache.store import DocumentCache
 from tamis.cache.tiers.device import device_tier
 from tamis.cache.tiers.disk import disk_tier
 from tamis.cache.tiers.host import host_tier
+from tamis.core.checks import check_fields
 from tamis.core.errors import CacheFull, CacheTimeout, InvalidInput, PoolFull
 from tamis.kernels import dispatch
 from tamis.model.family import geometry
@@ -53,6 +54,7 @@ class CacheSettings:
     disk_bytes: int = DISK_BYTES
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("cache_bytes", "host_bytes", "disk_bytes"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -136,17 +138,17 @@ class DocumentStore:
         self._handed: Counter[Hashable] = Counter()  # computed and on the way into the cache
         self._unsaved: set[Hashable] = set()
 
-    def key(self, tokens: Sequence[int]) -> DocumentKey:
-        """The address of a document."""
-        return DocumentKey.of(tokens, self.fingerprint)
+    def key(self, tokens: Sequence[int], namespace: str = DOCUMENTS) -> DocumentKey:
+        """The address of a document; in another `namespace` the same tokens are another document."""
+        return DocumentKey.of(tokens, self.fingerprint, namespace)
 
-    def hold(self, documents: Sequence[Sequence[int]], *, compute: bool = True) -> Held:
+    def hold(self, documents: Sequence[Sequence[int]], *, compute: bool = True, namespace: str = DOCUMENTS) -> Held:
         """Keep documents (token ids) in place. Missing ones are computed and stored, or left out without `compute`.
 
         Those that do not fit beside what is in use, or that another request takes too long to compute, are left out
         with the reason; nothing is raised and nothing hangs.
         """
-        keys = [self.key(d) for d in documents]
+        keys = [self.key(d, namespace) for d in documents]
         found = self.cache.where(keys)
         held = Held([None] * len(keys), [""] * len(keys))
         chosen = [i for i, tier in enumerate(found) if compute or tier is not None]

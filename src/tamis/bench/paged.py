@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tamis.bench.machine import why_of
+from tamis.bench.machine import device_of, why_of
 from tamis.bench.results import Row, quantiles
 from tamis.core.errors import InvalidInput, Unavailable
 from tamis.kernels import paged_dispatch
@@ -335,7 +335,7 @@ def bench_paged(
     Returns {"device", "measured" and "tuned": one dictionary each, "left_out": {case/provider: reason}}. Raises
     InvalidInput for a case that cannot be read or cuts on a CPU, Unavailable if nothing could be timed.
     """
-    where = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_of(device)
     asked = [PagedCase.parse(text) for text in cases or (GPU_CASES if where.type == "cuda" else CPU_CASES)]
     provider = "triton" if where.type == "cuda" else "cpu"
     if provider == "cpu":
@@ -379,11 +379,3 @@ def _measure(
         raise
     except Exception as e:  # whatever a compiler or a launch raises is the reason that is reported
         return why_of(e)
-
-
-def _device(name: str) -> torch.device:
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise InvalidInput(f"device is {name!r}; paged attention is measured on cpu and cuda.")
-    if name != "cpu" and not torch.cuda.is_available():
-        raise Unavailable(f"device is {name!r} and torch sees no NVIDIA GPU; leave --device out to measure on the CPU.")
-    return torch.device(name)

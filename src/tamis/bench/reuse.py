@@ -15,6 +15,7 @@ from tamis.bench.reuse_pool import Pool, PoolOptions
 from tamis.bench.reuse_providers import PROVIDERS, new_provider
 from tamis.bench.reuse_simulator import MAX_RUNNING, Clock, Outcome, Progress, Simulator
 from tamis.bench.reuse_workload import Workload
+from tamis.core.checks import check_fields
 from tamis.core.errors import InvalidInput
 from tamis.core.registry import unknown
 
@@ -55,6 +56,7 @@ class Plan:
     costs: str = "results/ttft.csv"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.budgets or not self.providers:
             raise InvalidInput("no budget or no provider; give at least one of each.")
         for text in self.budgets:

@@ -45,11 +45,15 @@ class Flight:
 
 @dataclass
 class Desk:
-    """What all requests share; the lock guards the rest, and is not held while documents are computed or loaded."""
+    """What all requests share; the lock guards the rest, and is not held while documents are computed or copied."""
 
     shelves: Shelves
-    lock: threading.RLock = field(default_factory=threading.RLock)
     flights: dict[Hashable, Flight] = field(default_factory=dict)
+
+    @property
+    def lock(self) -> threading.RLock:
+        """That of the shelves."""
+        return self.shelves.lock
 
 
 class Request:
@@ -98,10 +102,21 @@ class Request:
             self._led, self._joined, self.held = {}, {}, {}
 
     def _claim(self, wanted: Mapping[Hashable, int]) -> None:
-        """Hold what is there, join what is on its way, reserve room for the rest: all under one lock."""
+        """Hold what is there, join what is on its way, reserve room for the rest.
+
+        All under one lock, which is let go of only while what must make room is copied to a slower tier. Before that
+        a request that needs such room waits for the others that do, so that no two refuse each other.
+        """
         shelves, top = self._desk.shelves, self._desk.shelves.top
-        with self._desk.lock:
+        size = top.tier.medium.bytes_of
+
+        def missing() -> int:
             shelves.expire()
+            known = (top.tier.entries, self._desk.flights)
+            return sum(size(n) for key, n in wanted.items() if not any(key in there for there in known))
+
+        with shelves.room(missing, self._left_s) as waited_s:
+            self._left_s = max(0.0, self._left_s - waited_s)
             for key, n_tokens in wanted.items():
                 entry = top.tier.entries.get(key)
                 if entry is not None:
@@ -116,7 +131,6 @@ class Request:
                     self._joined[key] = flight
                 else:
                     self._lead(key, n_tokens)
-            size = top.tier.medium.bytes_of
             shelves.make_room(sum(size(wanted[key]) for key in self._led))
             for key, flight in self._led.items():
                 flight.entry = top.tier.reserve(key, wanted[key])

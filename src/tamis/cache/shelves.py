@@ -1,14 +1,21 @@
-"""Tiers in order, each with its policy: eviction downwards, and the sums over all. Not thread-safe, needs no torch."""
+"""Tiers in order, each with its policy: eviction downwards, and the sums over all. Needs no torch.
+
+`Shelves.lock` guards everything here. What copies bytes between tiers lets go of it meanwhile, so that requests whose
+documents are in place never wait for a disk; one thread at a time does that (`moving`).
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tamis.cache.evict import Policy
 from tamis.cache.tiers.base import Entry, State, Tier
-from tamis.core.errors import BrokenInvariant, CacheFull, InvalidInput, PoolFull, StoreDamaged
+from tamis.core.errors import BrokenInvariant, CacheFull, CacheTimeout, InvalidInput, PoolFull, StoreDamaged
 from tamis.core.log import logger
 
 log = logger("cache")
@@ -115,6 +122,8 @@ class Shelves:
         self.all = tuple(shelves)
         self.top = self.all[0]
         self.counts = Counts()
+        self.lock = threading.RLock()
+        self._gate = threading.Lock()  # taken before the lock, never while it is held
 
     def below(self, key: Hashable) -> tuple[Shelf, Entry] | None:
         """Where a document lies under the first tier, fastest first."""
@@ -123,35 +132,63 @@ class Shelves:
                 return shelf, entry
         return None
 
+    @contextmanager
+    def moving(self, timeout_s: float = -1) -> Iterator[float]:
+        """Be the only one who copies between tiers, and hold the lock; gives the seconds waited for another.
+
+        Raises CacheTimeout if another takes longer than timeout_s (-1: wait on).
+        """
+        started = time.monotonic()
+        if not self._gate.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            with self.lock:
+                self.counts.timeouts += 1
+            raise CacheTimeout(
+                f"another request has not finished moving documents between tiers within {timeout_s:g} s. Raise the "
+                "timeout, or try again; nothing is held."
+            )
+        try:
+            with self.lock:
+                yield time.monotonic() - started
+        finally:
+            self._gate.release()
+
+    @contextmanager
+    def room(self, needed_bytes: Callable[[], int], timeout_s: float = -1) -> Iterator[float]:
+        """Hold the lock: as `moving` does if needed_bytes() are not free in the first tier, at once if they are."""
+        with self.lock:
+            if needed_bytes() <= self.top.tier.medium.free_bytes:
+                yield 0.0
+                return
+        with self.moving(timeout_s) as waited_s:
+            yield waited_s
+
     def make_room(self, needed_bytes: int, *, level: int = 0, what: str = "this request") -> None:
-        """Evict from a tier, to the next ones, until needed_bytes are free. Raises CacheFull, with nothing evicted."""
+        """Evict from a tier, to the next ones, until needed_bytes are free. Call it `moving`, if they are not.
+
+        Raises CacheFull, with nothing evicted unless documents came into use while others were copied.
+        """
         shelf = self.all[level]
         medium = shelf.tier.medium
-        short = needed_bytes - medium.free_bytes
-        if short <= 0:
-            return
-        victims = shelf.victims(short)
-        if victims is None:
-            available = medium.free_bytes + shelf.policy.evictable_bytes
-            raise CacheFull(
-                f"{what} needs {needed_bytes} bytes of tier {shelf.tier.name!r} and {available} of "
-                f"{medium.budget_bytes} are available, the rest is in use. Use fewer documents, try again when other "
-                "requests are done, or give the tier more bytes.",
-                needed_bytes=needed_bytes,
-                available_bytes=available,
-            )
-        for key in victims:
-            entry = shelf.tier.entries[key]
-            self.copy_down(entry, level)
-            shelf.drop(key, evicted=True)
-            self.counts.evictions[shelf.tier.name] += 1
-            self.counts.evicted_bytes[shelf.tier.name] += entry.size_bytes
+        while (short := needed_bytes - medium.free_bytes) > 0:
+            victims = shelf.victims(short)
+            if victims is None:
+                available = medium.free_bytes + shelf.policy.evictable_bytes
+                raise CacheFull(
+                    f"{what} needs {needed_bytes} bytes of tier {shelf.tier.name!r} and {available} of "
+                    f"{medium.budget_bytes} are available, the rest is in use. Use fewer documents, try again when "
+                    "other requests are done, or give the tier more bytes.",
+                    needed_bytes=needed_bytes,
+                    available_bytes=available,
+                )
+            for key in victims:
+                if medium.free_bytes < needed_bytes:
+                    self._evict(key, level)
 
     def copy_down(self, entry: Entry, level: int, *, to: int | None = None) -> bool:
-        """Make sure that a document of tier `level` lies in a slower one (`to`, or the first that takes it).
+        """Make sure that a held document of tier `level` lies in a slower one (`to`, or the first that takes it).
 
         A tier that has it already costs no copy; one that has no room, or fails, is passed over. Returns whether one
-        has it now.
+        has it now; of a document that is dropped meanwhile no copy is kept. The lock is not held during the copy.
         """
         source = self.all[level].tier.medium
         for below in range(level + 1, len(self.all)) if to is None else (to,):
@@ -162,13 +199,19 @@ class Shelves:
                 return True
             try:
                 self.make_room(shelf.tier.medium.bytes_of(entry.n_tokens), level=below, what=f"eviction of {entry.key}")
+                if not _kept(entry):
+                    return False
                 copy = shelf.tier.reserve(entry.key, entry.n_tokens)
             except (CacheFull, PoolFull, OSError) as e:
                 log.debug("%s does not go to %s: %s", entry.key, shelf.tier.name, e)
                 self.counts.failed_demotions[shelf.tier.name] += 1
                 continue
             try:
-                shelf.tier.medium.write(copy.body, source.read(entry.body, entry.n_tokens))
+                with self._unlocked():
+                    shelf.tier.medium.write(copy.body, source.read(entry.body, entry.n_tokens))
+                if not _kept(entry):
+                    shelf.tier.cancel(copy)
+                    return False
                 shelf.commit(copy)
             except (OSError, StoreDamaged) as e:
                 shelf.tier.cancel(copy)
@@ -198,3 +241,31 @@ class Shelves:
         """Raise BrokenInvariant unless all tiers are sound; others: pages allocated past the cache, in the first."""
         for shelf in self.all:
             shelf.check(others if shelf is self.top else ())
+
+    def _evict(self, key: Hashable, level: int) -> None:
+        """Copy a victim down and drop it, unless it came into use or was dropped meanwhile."""
+        shelf = self.all[level]
+        entry = shelf.tier.entries.get(key)
+        if entry is None or entry.pins:
+            return
+        shelf.hold(entry)  # others may read it while it is copied, and drop it, but not take its bytes
+        try:
+            self.copy_down(entry, level)
+        finally:
+            shelf.let_go(entry)
+        if _kept(entry) and not entry.pins:
+            shelf.drop(key, evicted=True)
+            self.counts.evictions[shelf.tier.name] += 1
+            self.counts.evicted_bytes[shelf.tier.name] += entry.size_bytes
+
+    @contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        self.lock.release()
+        try:
+            yield
+        finally:
+            self.lock.acquire()
+
+
+def _kept(entry: Entry) -> bool:
+    return entry.state is State.KEPT

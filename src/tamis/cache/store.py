@@ -76,9 +76,10 @@ class RequestPages:
 
         Raises CacheFull, owning what was owned before.
         """
-        with self._desk.lock:
-            top = self._desk.shelves.top.tier
-            self._desk.shelves.make_room(top.medium.bytes_of(n_tokens), what=f"a request of {n_tokens} tokens")
+        top = self._desk.shelves.top.tier
+        size = top.medium.bytes_of(n_tokens)
+        with self._desk.shelves.room(lambda: size):
+            self._desk.shelves.make_room(size, what=f"a request of {n_tokens} tokens")
             entry = top.reserve(("request", id(self), len(self._entries)), n_tokens)
             self._entries.append(entry)
             return entry.document.pages
@@ -177,8 +178,7 @@ class DocumentCache:
 
     def persist(self, keys: Iterable[Hashable]) -> list[bool]:
         """Copy documents to the slowest tier, so that they outlive the process; whether each is there now."""
-        with self._desk.lock:
-            return [self._persist(key) for key in keys]
+        return [self._persist(key) for key in keys]
 
     def own(self, n_tokens: int) -> RequestPages:
         """Pages of the first tier for a request's own tokens, at documents' expense. Raises CacheFull."""
@@ -210,8 +210,9 @@ class DocumentCache:
 
     def close(self) -> None:
         """Let go of the disk tier's folder. Documents in memory are lost unless `persist` copied them."""
-        for shelf in self._desk.shelves.all:
-            shelf.tier.medium.close()
+        with self._desk.shelves.moving():
+            for shelf in self._desk.shelves.all:
+                shelf.tier.medium.close()
 
     def _acquire(
         self, rows: Sequence[Wanted], compute: Compute | None, timeout_s: float, *, counted: bool = True
@@ -245,16 +246,17 @@ class DocumentCache:
     def _persist(self, key: Hashable) -> bool:
         shelves = self._desk.shelves
         last = len(shelves.all) - 1
-        for level, shelf in enumerate(shelves.all):
-            if (entry := shelf.tier.entries.get(key)) is not None:
-                if level == last:
-                    return True
-                shelf.hold(entry)
-                try:
-                    return shelves.copy_down(entry, level, to=last)
-                finally:
-                    shelf.let_go(entry)
-        return False
+        with shelves.moving():
+            for level, shelf in enumerate(shelves.all):
+                if (entry := shelf.tier.entries.get(key)) is not None:
+                    if level == last:
+                        return True
+                    shelf.hold(entry)
+                    try:
+                        return shelves.copy_down(entry, level, to=last)
+                    finally:
+                        shelf.let_go(entry)
+            return False
 
     def _tier_statistics(self, shelf: Shelf) -> TierStatistics:
         name, counts = shelf.tier.name, self._desk.shelves.counts

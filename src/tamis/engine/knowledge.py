@@ -44,12 +44,15 @@ class KnowledgeBase:
         paths: str | Path | Sequence[str | Path],
         *,
         target_tokens: int | None = None,
+        observe: bool = True,
         on_file: Callable[[int, int, str], None] | None = None,
         on_index: Callable[[int, int], None] | None = None,
     ) -> Added:
         """Read what is new or changed under `paths` (files, folders, globs), forget what vanished, observe what is new.
 
-        Both steps commit as they go: after an interruption, the next call does only what is missing.
+        Both steps commit as they go: after an interruption, the next call does only what is missing. Without `observe`
+        no passage is observed, which costs as much as a dense prefill of all of them: for prompts that need no stored
+        bits (`Policy.needs_records`). A later call makes what is missing.
         Raises NothingFound if no given file can be read.
         """
         given = [paths] if isinstance(paths, str | Path) else list(paths)
@@ -57,7 +60,7 @@ class KnowledgeBase:
         report = self.corpus.sync(
             given, count=self._template.count, count_name=self._tokenizer_name, on_progress=on_file, **options
         )
-        return Added(report, self.index(within=report.sources, on_progress=on_index))
+        return Added(report, self.index(within=report.sources, on_progress=on_index) if observe else 0)
 
     def index(
         self, *, within: Collection[str] | None = None, on_progress: Callable[[int, int], None] | None = None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from tamis.core.checks import check_fields
 from tamis.core.errors import InvalidInput
 from tamis.core.registry import unknown
 
@@ -41,9 +42,10 @@ class Thresholds:
     ca_rule: CaRule = "any"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("alpha", "beta", "gamma"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            if not 0 <= value <= 1:
                 raise InvalidInput(f"{name} is {value!r}; allowed are numbers from 0 to 1. Give a probability.")
             object.__setattr__(self, name, float(value))  # 1 and 1.0 are equal, and so must their digests be
         if self.ca_rule not in get_args(CaRule):

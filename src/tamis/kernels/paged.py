@@ -146,18 +146,29 @@ class PagedLists:
 
 
 def paged_lists(
-    tiles: KeyTiles, q_position: torch.Tensor, *, rows: int = TILE, mask: torch.Tensor | None = None
+    tiles: KeyTiles,
+    q_position: torch.Tensor,
+    *,
+    rows: int = TILE,
+    mask: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> PagedLists:
     """Lists of every tile that a query row can see, or of those chosen by `mask` bool [1 or Hq, Nq, NT].
 
-    q_position: integers [Tq], strictly increasing, any gaps; cut into query tiles of `rows`. Runs where the tiles
-    lie (make them on the CPU, then `to(device)`). Raises InvalidInput for positions or masks that do not fit.
+    q_position: integers [Tq], strictly increasing, any gaps; cut into query tiles of `rows`, or where `starts` says:
+    integers [Nq] on the CPU, the first row of each query tile, none longer than `rows`. Runs where the tiles lie (make
+    them on the CPU, then `to(device)`). Raises InvalidInput for positions, starts or masks that do not fit.
     """
     _check_positions(q_position)
     n_rows, device = q_position.numel(), tiles.table.device
     q_position = q_position.to(device=device, dtype=torch.int32)
-    q_start = torch.arange(0, n_rows, rows, dtype=torch.int32, device=device)
-    q_len = (n_rows - q_start).clamp(max=rows)
+    cut = torch.arange(0, n_rows, rows) if starts is None else starts
+    lengths = torch.cat([cut[1:], torch.tensor([n_rows])]) - cut
+    if int(cut[0]) or not 0 < int(lengths.min()) <= int(lengths.max()) <= rows:
+        raise InvalidInput(
+            f"query tiles start at rows {cut.tolist()[:8]}…, of {n_rows}; the first is 0, each has 1 to {rows} rows."
+        )
+    q_start, q_len = (x.to(device=device, dtype=torch.int32) for x in (cut, lengths))
     n_q, n_tiles = q_start.numel(), tiles.table.shape[0]
     if mask is None:
         mask = torch.ones((1, n_q, n_tiles), dtype=torch.bool, device=device)

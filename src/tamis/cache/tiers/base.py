@@ -40,11 +40,11 @@ class Medium(ABC):
 
     @abstractmethod
     def write(self, body: Any, payload: Payload) -> None:
-        """Fill a claimed body. May run beside other calls, on other bodies."""
+        """Fill a claimed body, for a disk durably. May run beside other calls, on other bodies."""
 
     @abstractmethod
     def settle(self, body: Any) -> None:
-        """Make a written body final: for a disk, durable under its name."""
+        """Note that a body was written. Quick: others wait for it."""
 
     @abstractmethod
     def read(self, body: Any, n_tokens: int) -> Payload:

@@ -122,7 +122,7 @@ class Disk(Medium):
         return body
 
     def write(self, body: Body, payload: Payload) -> None:
-        """Write and force to the disk, under the temporary name. Raises OSError."""
+        """Write and force to the disk, under the temporary name, then rename. Raises OSError."""
         self._require(body, payload)
         with open(self.folder / body.temporary, "wb") as file:
             file.write(bytes(HEADER_BYTES))
@@ -134,11 +134,11 @@ class Disk(Medium):
             file.write(self._header(body, checksum))
             file.flush()
             os.fsync(file.fileno())
-
-    def settle(self, body: Body) -> None:
-        """Rename, and force the folder's entry to the disk. Raises OSError."""
         os.replace(self.folder / body.temporary, self.folder / body.file)
         _sync_folder(self.folder)
+
+    def settle(self, body: Body) -> None:
+        """Nothing left to do: `write` is where a disk may take its time."""
 
     def read(self, body: Body, n_tokens: int) -> Payload:
         """Read the whole file and verify every byte of it. Raises StoreDamaged."""
@@ -193,7 +193,7 @@ class Disk(Medium):
         files = [p for p in self.folder.rglob("*") if p.suffix in (".safetensors", ".tmp")]
         if strange := [p.name for p in files if p.name not in known and _ours(p)]:
             raise BrokenInvariant(f"{self.folder} holds {strange}, which belong to no document.")
-        size = sum(p.stat().st_size for p in files if p.name in known)
+        size = sum(_size(p) for p in files if p.name in known)
         if size > self.budget_bytes:
             raise BrokenInvariant(f"{self.folder} takes {size} bytes, its budget is {self.budget_bytes}.")
 
@@ -320,6 +320,14 @@ def _append(file: IO[bytes], pieces: list[torch.Tensor], dtype: str, checksum: i
 
 def _ours(path: Path) -> bool:
     return _NAME.fullmatch(path.with_suffix(".safetensors").name) is not None
+
+
+def _size(path: Path) -> int:
+    """Of a file, 0 if it was renamed or deleted since it was listed."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _age(path: Path) -> tuple[int, str]:

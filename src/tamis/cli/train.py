@@ -63,8 +63,8 @@ def block_adapter(
     )  # fmt: skip
     import_peft()  # raises before the model is loaded
     asked = training_data(data, holdout, checks)
-    loaded = load_model(model, device=device, dtype=dtype, on_convert=_converting)
-    with _bar("steps") as note:
+    loaded = load_model(model, device=device, dtype=dtype, on_convert=converting)
+    with progress_bar("steps") as note:
         made = train_block_adapter(loaded, asked, settings, out, minutes=minutes, note=note)
     if json:
         print(jsonlib.dumps({"model": model, "questions": len(asked.examples)} | made.to_dict()))
@@ -96,7 +96,8 @@ def training_data(data: Sequence[str], holdout: float, checks: int) -> TrainingD
     return TrainingData(taught, measured, tuple(file.stem for file in files), holdout)
 
 
-def _converting(name: str) -> None:
+def converting(name: str) -> None:
+    """A line on stderr while a GGUF file is converted."""
     typer.echo(f"converting {name} once; later starts use the result …", err=True)
 
 
@@ -110,7 +111,7 @@ def _range(text: str) -> tuple[int, int]:
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
+def progress_bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
     """A progress bar that also says how far the student is from its teacher."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -138,3 +139,6 @@ def _show(made: Trained, questions: int) -> None:
     for key, name in names.items():
         if key in before:
             print(f"held out, {name:16} {before[key]:.4f} -> {after[key]:.4f}")
+
+
+from tamis.cli import train_forecast as _train_forecast  # noqa: E402, F401 - adds its command to `app`

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
@@ -29,6 +29,7 @@ from tamis.model.adapter_info import AdapterInfo, base_of, import_peft
 from tamis.model.source import LoadedModel
 from tamis.train.curve import write_curve
 from tamis.train.layouts import Example, Layout, Layouts
+from tamis.train.loop import Note, make_steps
 from tamis.train.losses import compare, student_logits, teacher_logits
 from tamis.train.settings import TrainSettings
 from tamis.train.state import FILE as STATE_FILE
@@ -36,10 +37,6 @@ from tamis.train.state import Point, State, load_state, save_state
 from tamis.train.teacher import Answers
 
 log = logger("train")
-SAVE_S = 60.0  # seconds after which the state is saved, whatever the step
-SAVING_S = 5.0  # kept free for writing the adapter
-CAUTION = 1.3  # the last check may take so much longer than the first
-Note = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -159,36 +156,19 @@ class _Run:
 
     def steps(self, state: State, end: float | None, note: Note) -> bool:
         """Optimiser steps until all are made (False) or the next would end too late (True). Saves on the way."""
-        s, before_s = self.settings, state.elapsed_s
-        begin = saved = time.monotonic()
-        longest = 0.0
         if end is not None and not self.check_s:  # a run that goes on has not checked yet
             self.check()
         self.model.train()
         try:
-            while state.step < s.steps:
-                now = time.monotonic()
-                if end is not None and now + longest + CAUTION * self.check_s + SAVING_S > end:
-                    return True
-                spent = 0.0 if end is None else (before_s + now - begin) / (before_s + end - begin)
-                self._step(state, s.rate(max(state.step / s.steps, spent)))
-                longest = max(longest, time.monotonic() - now)
-                state.elapsed_s = before_s + time.monotonic() - begin
-                if state.step % s.save_every == 0 or time.monotonic() - saved > SAVE_S:
-                    self.save(state)
-                    saved = time.monotonic()
-                note(state.step, s.steps, f"KL {state.history[-1].kl:.3f}")
-            return False
+            return make_steps(self, state, end=end, check_s=self.check_s, note=note)
         finally:
             self.model.eval()
-            if state.step and (not state.history or state.history[-1].step == state.step):
-                self.save(state)
 
     def save(self, state: State) -> None:
         """Keep where the run stands."""
         save_state(self.folder, state, self.named, self.optimiser)
 
-    def _step(self, state: State, lr: float) -> None:
+    def step(self, state: State, lr: float) -> None:
         """One optimiser step over `accumulate` layouts."""
         s, began = self.settings, time.monotonic()
         losses, kls = [], []

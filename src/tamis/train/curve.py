@@ -15,8 +15,11 @@ from tamis.train.state import Point
 SMOOTH = 20  # steps of the moving mean
 
 
-def write_curve(folder: Path, history: Sequence[Point]) -> list[Path]:
-    """Write loss.csv and loss.png into `folder`; returns the files written."""
+ANSWER_ROWS = "KL from the teacher, answer rows (nats)"
+
+
+def write_curve(folder: Path, history: Sequence[Point], label: str = ANSWER_ROWS) -> list[Path]:
+    """Write loss.csv and loss.png into `folder`, the curve being `Point.kl`; returns the files written."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow([f.name for f in fields(Point)])
@@ -34,7 +37,7 @@ def write_curve(folder: Path, history: Sequence[Point]) -> list[Path]:
     steps, values = [p.step for p in history], [p.kl for p in history]
     axis.plot(steps, values, color="#cccccc", linewidth=0.8, label="step")
     axis.plot(steps, moving_mean(values), color="#00798c", label=f"mean of {SMOOTH}")
-    axis.set(xlabel="optimiser step", ylabel="KL from the teacher, answer rows (nats)", ylim=(0, None))
+    axis.set(xlabel="optimiser step", ylabel=label, ylim=(0, None))
     axis.grid(alpha=0.3)
     axis.legend()
     figure.tight_layout()

@@ -22,7 +22,8 @@ SCRATCH = ".training.safetensors"
 
 @dataclass(frozen=True)
 class Point:
-    """One optimiser step of the loss curve. `loss` is what was minimised, `kl` the answer rows' part, in nats."""
+    """One optimiser step of the loss curve. `loss` is what was minimised; `kl` is an adapter's answer rows' part of it,
+    a forecast's mean over the layers, in nats."""
 
     step: int
     loss: float
@@ -76,7 +77,7 @@ def load_state(
     state, tensors = _read(path)
     if state.key != key:
         raise StoreMismatch(
-            f"{path} belongs to a run with other settings, questions or another model. "
+            f"{path} belongs to a run with other settings, texts or another model. "
             "Repeat its command, give another --out, or remove the folder."
         )
     for name, parameter in named:

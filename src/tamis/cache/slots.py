@@ -1,0 +1,78 @@
+"""Which block of keys lies in which slot of a device pool, and what must be moved for the blocks wanted next.
+
+Knows numbers of blocks and slots; not what lies in them. All of it is tensor arithmetic without a look at a value, so
+that a device can do it within a graph; this is its reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tamis.core.errors import BrokenInvariant, PoolFull
+
+
+@dataclass(frozen=True)
+class Moves:
+    """slot   int64 [H, W]: where each wanted block will lie, -1 where none was wanted
+    missing  bool [H, W]: which of them must be copied there first
+    """
+
+    slot: torch.Tensor
+    missing: torch.Tensor
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the wanted blocks that lie in a slot already; 1 where none is wanted."""
+        wanted = int((self.slot >= 0).sum())
+        return 1 - int(self.missing.sum()) / wanted if wanted else 1.0
+
+
+class SlotMap:
+    """H KV heads with S slots each. A block keeps its slot as long as no wanted one needs it; the slot that was wanted
+    longest ago goes first, empty ones before it."""
+
+    def __init__(self, n_heads: int, n_slots: int, device: torch.device | str = "cpu") -> None:
+        self.n_slots = n_slots
+        self.held = torch.full((n_heads, n_slots), -1, dtype=torch.int64, device=device)
+        self._used = torch.full((n_heads, n_slots), -1, dtype=torch.int64, device=device)
+        self._step = 0
+
+    def place(self, wanted: torch.Tensor, *, forget: bool = False) -> Moves:
+        """Find slots for `wanted` int [H, W], block numbers, -1 for none, no block twice in a head.
+
+        forget: take nothing for granted, so that every block is copied again. Raises PoolFull if W exceeds S.
+        """
+        width = wanted.shape[1]
+        if width > self.n_slots:
+            raise PoolFull(f"{width} blocks are wanted at once and a head has {self.n_slots} slots; give it {width}.")
+        wanted = wanted.to(self.held.device, torch.int64)
+        if forget:
+            self.held.fill_(-1)
+            self._used.fill_(-1)
+        asked = wanted >= 0
+        same = (wanted[:, :, None] == self.held[:, None, :]) & asked[:, :, None]  # [H, W, S]
+        missing = asked & ~same.any(-1)
+        kept = same.any(1)
+        # slots in the order in which they are given away; those of wanted blocks come last and are never reached
+        order = self._used.masked_fill(kept, torch.iinfo(torch.int64).max).argsort(dim=-1, stable=True)
+        turn = (missing.cumsum(-1) - 1).clamp(min=0)
+        slot = torch.where(missing, order.gather(-1, turn), same.int().argmax(-1)).masked_fill(~asked, -1)
+        self._step += 1
+        there = slot.masked_fill(~asked, self.n_slots)  # a column beside the pool takes what was not wanted
+        self.held = _put(self.held, there, wanted)
+        self._used = _put(self._used, there, torch.full_like(wanted, self._step))
+        return Moves(slot, missing)
+
+    def check(self) -> None:
+        """Raise BrokenInvariant if a block lies in two slots of a head."""
+        for head, held in enumerate(self.held.tolist()):
+            full = [b for b in held if b >= 0]
+            if len(set(full)) != len(full):
+                raise BrokenInvariant(f"head {head} holds a block in two slots: {sorted(full)}.")
+
+
+def _put(table: torch.Tensor, there: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    wide = torch.cat([table, table[:, :1]], -1)
+    return wide.scatter(-1, there, values)[:, :-1]

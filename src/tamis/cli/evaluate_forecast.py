@@ -1,0 +1,91 @@
+"""`tamis eval forecast`: how many of the blocks that each layer reads are known one layer ahead."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tamis.cli.bench import Results, record
+from tamis.cli.options import Device, Dtype, Json, Model, Yarn, progress
+from tamis.cli.train import converting
+from tamis.cli.train_forecast import Data, Local, Top
+
+if TYPE_CHECKING:
+    from tamis.eval.forecast import Found
+
+app = typer.Typer()
+
+
+@app.command("forecast")
+def forecast(
+    folder: Annotated[str, typer.Option("--forecast", help="Folder that tamis train forecast wrote.")],
+    data: Data = None,
+    model: Model = "smollm2",
+    tokens: Annotated[int, typer.Option(min=64, help="Length of a text and what is generated behind it.")] = 8192,
+    texts: Annotated[int, typer.Option(min=1, help="Texts, all of them kept out of training.")] = 4,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a text that are judged.")] = 128,
+    generated: Annotated[
+        int, typer.Option(min=0, help="Tokens made behind a text, judged as decode rows; 0 for none.")
+    ] = 32,
+    top: Top = None,
+    local: Local = None,
+    results: Results = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    yarn: Yarn = None,
+    json: Json = False,
+) -> None:
+    """Recall by layer of the layers' own choices and of the exact attention's best blocks, on held-out texts.
+
+    forecast and infinigen (the layer's own query projection on the previous layer's hidden states) look one layer
+    ahead; own is the layer's choice itself. Forced blocks are left out of a recall, and rows that may read everything.
+    Each also prefills the text with its blocks only: KL, agreement and density against dense.
+    """
+    from tamis.bench.results import Row
+    from tamis.cli.texts import texts_of
+    from tamis.cli.train_forecast import rule_of
+    from tamis.eval.forecast import Plan, eval_forecast
+    from tamis.forecast.heads import Forecast
+    from tamis.forecast.texts import Sequences, Texts
+    from tamis.model.source import load_model
+
+    pieces, names = texts_of(data or [])
+    info = Forecast.read(folder).info
+    rule = rule_of(top, local, None, info.rule)
+    loaded = load_model(model, device=device, dtype=dtype, yarn=yarn, on_convert=converting)
+    heads = Forecast.load(folder, loaded.model, loaded.tokenizer)
+    kept = Sequences(loaded.tokenizer, Texts.split(pieces, names, info.holdout).kept, max(1, tokens - generated))
+    some = [kept.get(i) for i in range(min(texts, len(kept)))]
+    with progress("texts") as step:
+        found = eval_forecast(loaded, heads, some, Plan(rule, rows=rows, generated=generated), note=step)
+    dtype_name = str(loaded.model.dtype).removeprefix("torch.")
+    case = f"{loaded.name}/{dtype_name}/{'+'.join(names)}/{tokens}/top-{rule.top}"
+    table = [Row.of(f"{case}/{w}", p, metric, values, unit=unit) for w, p, metric, values, unit in found.rows()]
+    kept_in = record(table, "forecast", results)
+    if json:
+        shown = {"model": model, "forecast": folder, "steps": info.steps, "tokens": tokens, "texts": found.texts}
+        print(jsonlib.dumps(shown | {"rule": rule.to_dict(), "results": kept_in, **found.summary()}))
+        return
+    _show(found)
+
+
+def _show(found: Found) -> None:
+    """Means of the layers that look ahead, the recall of every layer, and what reading those blocks only does."""
+    from tamis.eval.forecast import METRICS, QUALITY
+
+    summary = found.summary()
+    quality = summary.pop("quality", {})
+    print(f"{'':20}" + "".join(f"{m:>18}" for m in METRICS))
+    for rows, providers in summary.items():
+        for name, values in providers.items():
+            print(f"{rows + ' ' + name:20}" + "".join(f"{values[m]:18.3f}" for m in METRICS))
+    for rows, providers in summary.items():
+        print(f"\n{rows}: recall by layer")
+        for name, values in providers.items():
+            if name != "own":
+                print(f"{name:10}" + " ".join(f"{v:.2f}" for v in values["recall_by_layer"]))
+    print(f"\n{'prefill by blocks':20}" + "".join(f"{m:>18}" for m in QUALITY))
+    for name, values in quality.items():
+        print(f"{name:20}" + "".join(f"{values[m]:18.4f}" for m in QUALITY))

@@ -1,0 +1,81 @@
+"""Which blocks of keys a token reads: how keys are pooled, and how many blocks of which kind are taken.
+
+Knows counts of tokens; not keys, models or weights. The rule is InfLLM-v2's, as MiniCPM4.1 has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tamis.core.checks import check_fields
+from tamis.core.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class BlockRule:
+    """top     blocks that a token reads, the forced ones among them; the defaults are MiniCPM4.1's
+    first   blocks at the start that every token reads
+    local   blocks before the token's own that it reads; its own too
+    block   tokens of a block
+    window, stride   tokens of a pooled key, and between the first tokens of two
+    dense_tokens   contexts up to so many tokens are read in full
+    """
+
+    top: int = 96
+    first: int = 1
+    local: int = 32
+    block: int = 64
+    window: int = 32
+    stride: int = 16
+    dense_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, least in (("top", 1), ("first", 0), ("local", 0), ("block", 1), ("stride", 1), ("dense_tokens", 0)):
+            if getattr(self, name) < least:
+                raise InvalidInput(f"{name} is {getattr(self, name)}; give {least} or more.")
+        if self.window < self.stride or self.window % self.stride or self.block % self.stride:
+            raise InvalidInput(
+                f"windows of {self.window} tokens every {self.stride} in blocks of {self.block}; the window and the "
+                "block must be whole multiples of the stride."
+            )
+        if self.window > self.block:
+            raise InvalidInput(f"windows of {self.window} tokens in blocks of {self.block}; a window fits one block.")
+        if self.forced > self.top:
+            raise InvalidInput(
+                f"{self.forced} blocks are forced (first {self.first}, local {self.local}, the own one) and top is "
+                f"{self.top}; give top as many or more."
+            )
+
+    @property
+    def forced(self) -> int:
+        """Blocks of a late token that are read whatever their score."""
+        return self.first + self.local + 1
+
+    @property
+    def chosen(self) -> int:
+        """Blocks of a late token that are taken by score."""
+        return self.top - self.forced
+
+    @property
+    def cells(self) -> int:
+        """Pooled keys that begin in a block."""
+        return self.block // self.stride
+
+    @property
+    def overlap(self) -> int:
+        """Pooled keys that begin before a block and reach into it."""
+        return self.window // self.stride - 1
+
+    def n_blocks(self, n_tokens: int) -> int:
+        """Blocks of `n_tokens`, the last one perhaps not full."""
+        return -(-n_tokens // self.block)
+
+    def n_pooled(self, n_tokens: int) -> int:
+        """Pooled keys of `n_tokens`: whole windows only."""
+        return max(0, (n_tokens - self.window) // self.stride + 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON."""
+        return asdict(self)

@@ -18,7 +18,7 @@ from tamis.bench.decode_token import Layers
 from tamis.bench.results import Row
 from tamis.bench.shapes import SHAPES
 from tamis.cli.bench import app
-from tamis.core.errors import InvalidInput, TamisError
+from tamis.core.errors import InvalidInput, TamisError, UnknownName
 
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]
@@ -136,6 +136,10 @@ def test_contenders_are_timed_in_turn() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(InvalidInput, match="measures are some of attention, token, prefill"):
         DecodePlanned(measures=["everything"])
+    with pytest.raises(UnknownName, match="unknown self-indexing kernel 'tritn'"):
+        DecodePlanned(kernel="tritn")
+    with pytest.raises(InvalidInput, match="batch is '1,0'; give numbers of sequences such as 1,8"):
+        CliRunner().invoke(app, ["decode", "--batch", "1,0"], catch_exceptions=False)
     with pytest.raises(InvalidInput, match="device is no GPU"):
         bench_decode(DecodePlanned("tiny", (400,), (1,), tune=True, device="cpu"))
     with pytest.raises(InvalidInput, match="320 or more"):

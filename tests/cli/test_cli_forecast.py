@@ -63,6 +63,17 @@ def test_another_models_forecast_is_refused(
     assert "tamis train forecast" in nothing
 
 
+def test_nothing_to_judge_is_said(
+    failed: Callable[..., str], tamis: Run, model_folder: str, data: list[str], tmp_path: Path
+) -> None:
+    asked = ("--steps", 1, "--tokens", 512, "--rows", 64, "--dense-tokens", 0, "--checks", 0, "--holdout", 0)
+    made = tamis("train", "forecast", "--model", model_folder, *data, "--out", tmp_path / "f", *SMALL, *asked)
+    assert made.code == 0
+    given = ("eval", "forecast", "--model", model_folder, "--forecast", tmp_path / "f", *data)
+    assert "holdout 0" in failed(*given, "--tokens", 512, code="invalid_input")
+    assert "generated is 600 of 512" in failed(*given, "--tokens", 512, "--generated", 600, code="invalid_input")
+
+
 def test_files_without_texts_are_said(failed: Callable[..., str], model_folder: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     asked = ("--model", model_folder, "--data", tmp_path / "empty", "--out", tmp_path / "g", "--tokens", 8192)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -53,6 +54,19 @@ class Options:
 def test_what_is_allowed() -> None:
     Options(n=np.int64(3), most=7, share=1, on=True, where=Path("a"), other="left alone")  # type: ignore[arg-type]
     Options(share=np.float32(0.5), where="a")  # type: ignore[arg-type]
+
+
+def test_numbers_become_pythons_own() -> None:
+    made = Options(n=np.int64(3), most=np.int32(7), share=np.float32(0.5))  # type: ignore[arg-type]
+    assert [type(v) for v in (made.n, made.most, made.share)] == [int, int, float]
+    assert Policy(tile=np.int64(64)) == Policy(tile=64)  # type: ignore[arg-type]
+    text = json.dumps(TrainSettings(steps=np.int64(3), lr=np.float64(0.5)).to_dict())  # type: ignore[arg-type]
+    assert '"steps": 3' in text
+
+
+def test_a_number_past_all_floats() -> None:
+    with pytest.raises(InvalidInput, match="n is 1000"):
+        Options(n=10**400)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_a_log_s_question_that_is_not_asked_is_left_out(
     llm: LLM, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = {"case": "c", "question": "old", "variant": "none", **dict.fromkeys(research.METRICS, 0.0)}
-    monkeypatch.setattr(research, "_read_log", lambda _: [line])
+    monkeypatch.setattr(research, "_read_log", lambda *_: [line])
     docs = (Passage("Station", "The crane lifts stores. " * 30),)
     question = Question("new", "What lifts stores?", ("the crane",), docs, (0,))
     found = research.research(llm, [question], [], research.Study("c", log=tmp_path / "log"))

@@ -64,6 +64,17 @@ class TestGenerate:
                     ids = torch.cat([ids, given], 1)
         assert torch.equal(ids, wanted) and decoded(attached).steps == 11
 
+    def test_arguments_by_their_places(self, model: Any) -> None:
+        ids = drawn(400)
+        wanted = model(ids).logits
+        with tamis.attach(model, **SPARSE) as attached:
+            made = model(ids, None, None, None)
+            assert torch.equal(made.logits, wanted) and form_of(made.cache) == "selfindex"
+            cache = attached.new_cache()
+            for given in (ids, drawn(1)):
+                model(given, None, None, cache)
+            assert decoded(attached).steps == 1
+
     def test_decode_dense_over_selfindex(self, model: Any) -> None:
         with tamis.attach(model, kv="selfindex") as attached:
             model.generate(drawn(700), **GREEDY)

@@ -28,7 +28,7 @@ from tamis.bench.shapes import Shape, shape_of
 from tamis.core.errors import InvalidInput, TamisError
 from tamis.kernels.selfindex import Layout
 from tamis.kernels.selfindex_arena import Arena, Workspace
-from tamis.kernels.selfindex_dispatch import ON_A_GPU, fit_sampled, selfindex_append, selfindex_decode
+from tamis.kernels.selfindex_dispatch import DECODE, ON_A_GPU, fit_sampled, selfindex_append, selfindex_decode
 
 MEASURES = ("attention", "token", "prefill")
 CALLS = 10  # of a captured graph where one is short
@@ -62,6 +62,8 @@ class DecodePlanned:
                 f"measures {list(self.measures)}, batch {list(self.batch)}, tokens {list(self.tokens)}; measures are "
                 f"some of {', '.join(MEASURES)}, numbers 1 or more."
             )
+        if self.kernel != "auto" and self.kernel not in DECODE:
+            DECODE.get(self.kernel)  # raises, with the nearest name: or every case would be left out for it
 
 
 @dataclass

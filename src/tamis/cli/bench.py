@@ -125,13 +125,13 @@ def _parts(text: str, separator: str) -> list[str]:
     return [part for word in text.split(separator) if (part := "".join(word.split()))]
 
 
-def lengths_of(text: str) -> list[int]:
-    """Prompt lengths written as `8192,32768`. Raises InvalidInput."""
+def lengths_of(text: str, name: str = "tokens", example: str = "prompt lengths such as 8192,32768") -> list[int]:
+    """Whole numbers from 1 on, written as `8192,32768`. Raises InvalidInput, in which the option has this name."""
     from tamis.core.errors import InvalidInput
 
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() and int(word) for word in words):
-        raise InvalidInput(f"tokens is {text!r}; give prompt lengths such as 8192,32768.")
+        raise InvalidInput(f"{name} is {text!r}; give {example}.")
     return [int(word) for word in words]
 
 

@@ -37,8 +37,9 @@ def decode(
 
     kept = Kept("decode", results)
     measures = [word for part in only.split(",") if (word := part.strip())]
+    sequences = lengths_of(batch, "batch", "numbers of sequences such as 1,8")
     plan = DecodePlanned(
-        shape, lengths_of(tokens), lengths_of(batch), budget, measures, rounds, tune, check_only, device, kernel
+        shape, lengths_of(tokens), sequences, budget, measures, rounds, tune, check_only, device, kernel
     )  # fmt: skip
     made = bench_decode(plan, kept.note, kept.keep)
     if json:

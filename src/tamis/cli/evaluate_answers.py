@@ -70,8 +70,7 @@ def answers(
     chosen, lengths = variant_names(variants), _lengths(tokens)
     options = {"rows": rows, "mass": mass, "theta": theta, "power": power, "local": local}
     with load(model, device, dtype, yarn, **options) as llm, progress("questions") as step:
-        given: dict[str, Any] = {"limit": limit, "lengths": lengths, "seed": seed, "fill": fill}
-        tasks = tasks_named(llm, _names(names), data or [], docs or [], **given)
+        tasks = tasks_of(llm, _names(names), data or [], docs or [], limit=limit, lengths=lengths, seed=seed, fill=fill)
         settings = settings_of(llm)
         path = Path(log) if log else _default_log(settings)
         found = eval_answers(
@@ -125,7 +124,7 @@ def _default_log(settings: dict[str, Any]) -> Path:
     return cache_dir() / "answers" / f"{blake2b(told.encode(), digest_size=8).hexdigest()}.jsonl"
 
 
-def tasks_named(
+def tasks_of(
     llm: LLM,
     names: list[str],
     data: list[str],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tamis.cli.bench import Results, record
-from tamis.cli.evaluate_answers import tasks_named
+from tamis.cli.evaluate_answers import tasks_of
 from tamis.cli.options import Device, Dtype, Json, Model, Yarn, load, progress
 from tamis.core.errors import InvalidInput
 
@@ -75,7 +75,7 @@ def decode(
     with load(model, device, dtype, yarn) as llm, progress("prompts") as step:
         questions = [name for name in asked if name not in TEXT_TASKS]
         given = {"limit": limit, "lengths": [tokens], "seed": seed, "fill": tokens if "qa" in questions else None}
-        tasks = tasks_named(llm, questions, data or [], docs or [], **given) if questions or not asked else []  # type: ignore[arg-type]
+        tasks = tasks_of(llm, questions, data or [], docs or [], **given) if questions or not asked else []  # type: ignore[arg-type]
         reading = _texts(llm, docs or [], tokens, generated, texts) if "perplexity" in asked else []
         settings = settings_of(llm) | {"dense_layers": dense_layers}
         kept = {"log": Log(Path(log) if log else None, settings), "deadline_s": deadline_s, "note": step}

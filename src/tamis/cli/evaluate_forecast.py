@@ -11,6 +11,7 @@ from tamis.cli.bench import Results, record
 from tamis.cli.options import Device, Dtype, Json, Model, Yarn, progress
 from tamis.cli.train import converting
 from tamis.cli.train_forecast import Data, Local, Top
+from tamis.core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from tamis.eval.forecast import Found
@@ -51,12 +52,16 @@ def forecast(
     from tamis.forecast.texts import Sequences, Texts
     from tamis.model.source import load_model
 
-    pieces, names = texts_of(data or [])
+    if generated >= tokens:
+        raise InvalidInput(f"generated is {generated} of {tokens} tokens; give fewer, for a text must stand before.")
     info = Forecast.read(folder).info
+    if not info.holdout:
+        raise InvalidInput(f"{folder} was trained with holdout 0: no text was kept out of it. Train one with more.")
+    pieces, names = texts_of(data or [])
     rule = rule_of(top, local, None, info.rule)
     loaded = load_model(model, device=device, dtype=dtype, yarn=yarn, on_convert=converting)
     heads = Forecast.load(folder, loaded.model, loaded.tokenizer)
-    kept = Sequences(loaded.tokenizer, Texts.split(pieces, names, info.holdout).kept, max(1, tokens - generated))
+    kept = Sequences(loaded.tokenizer, Texts.split(pieces, names, info.holdout).kept, tokens - generated)
     some = [kept.get(i) for i in range(min(texts, len(kept)))]
     with progress("texts") as step:
         found = eval_forecast(loaded, heads, some, Plan(rule, rows=rows, generated=generated), note=step)

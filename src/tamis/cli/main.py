@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from tamis.cli import ask, bench, doctor, evaluate, index, inspect, train
+from tamis.cli import ask, bench, doctor, evaluate, index, inspect, serve, train
 from tamis.core.errors import TamisError
 from tamis.core.log import log_to_stderr, logger
 
@@ -29,6 +29,7 @@ app.command("ask")(ask.ask)
 app.command("index")(index.index)
 app.command("inspect")(inspect.inspect)
 app.command("doctor")(doctor.doctor)
+app.command("serve")(serve.serve)
 app.add_typer(bench.app, name="bench")
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(train.app, name="train")

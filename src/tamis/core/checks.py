@@ -16,8 +16,9 @@ def check_fields(options: Any) -> None:
     """Raises InvalidInput for a field of the dataclass `options` whose value is not of the annotated kind.
 
     Kinds are int, float (a whole number counts, infinity and NaN do not), bool, str, Path and None, alone or joined by
-    "|"; a field annotated with anything else is left alone. True and False are no numbers. The class must be defined
-    under `from __future__ import annotations`, so that annotations are text.
+    "|"; a field annotated with anything else is left alone. True and False are no numbers. Numbers of other types than
+    Python's own, such as NumPy's, become int or float. The class must be defined under `from __future__ import
+    annotations`, so that annotations are text.
     """
     for field in fields(options):
         names = str(field.type).split(" | ")
@@ -27,10 +28,20 @@ def check_fields(options: Any) -> None:
         if not any(_KINDS[name][0](value) for name in names):
             allowed = " or ".join(_KINDS[name][1] for name in names)
             raise InvalidInput(f"{field.name} is {value!r}; allowed is {allowed}.")
+        if not isinstance(value, int | float) and isinstance(value, Real):
+            # reports and digests are JSON, which has no NumPy numbers
+            object.__setattr__(options, field.name, int(value) if isinstance(value, Integral) else float(value))
 
 
 def _number(kind: Any) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+    return lambda value: isinstance(value, kind) and not isinstance(value, bool) and _finite(value)
+
+
+def _finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number past the largest float: no number of tokens, bytes or seconds
+        return False
 
 
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {

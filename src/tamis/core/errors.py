@@ -97,6 +97,28 @@ class CacheFull(TamisError, MemoryError):
         self.available_bytes = available_bytes
 
 
+class Busy(TamisError, RuntimeError):
+    """No more requests are taken now; `retry_after_s` says when to try again."""
+
+    code = "busy"
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Refused(TamisError, PermissionError):
+    """Who asks is not known, or may not do this."""
+
+    code = "refused"
+
+
+class Cancelled(TamisError, RuntimeError):
+    """A request was ended before it was done; the message says by what."""
+
+    code = "cancelled"
+
+
 class CacheTimeout(TamisError, TimeoutError):
     """Another request computes a document and did not finish in time."""
 

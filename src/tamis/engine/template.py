@@ -40,20 +40,20 @@ class Template:
     def prefix_tokens(self) -> tuple[int, ...]:
         """What stands before the first document; documents are observed behind exactly this."""
         before, _ = self._frame("")
-        return tuple(self._encode(before, first=True))
+        return tuple(self.encode(before, first=True))
 
     def document_tokens(self, title: str, text: str) -> tuple[int, ...]:
         """The tokens of one document: its title as a line of its own, its text, an empty line. Empty for no text."""
         if not text.strip():
             return ()
         head = f"{title}\n" if title.strip() else ""
-        return tuple(self._encode(f"{head}{text.strip()}\n\n"))
+        return tuple(self.encode(f"{head}{text.strip()}\n\n"))
 
     def question_tokens(self, question: str, history: Sequence[Turn] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(history tokens, question tokens). The question's go on until the model is to answer."""
         earlier = "".join(f"Question: {t.question}\nAnswer: {t.answer}\n\n" for t in history)
         _, after = self._frame(f"Question: {question.strip()}")
-        return tuple(self._encode(earlier)), tuple(self._encode(after))
+        return tuple(self.encode(earlier)), tuple(self.encode(after))
 
     def prompt(self, question: str, documents: Sequence[Sequence[int]], history: Sequence[Turn] = ()) -> Prompt:
         """The whole prompt. Documents are token ids as `document_tokens` gives them; empty ones are left out."""
@@ -69,7 +69,15 @@ class Template:
 
     def count(self, text: str) -> int:
         """Tokens of a text on its own."""
-        return len(self._encode(text)) if text else 0
+        return len(self.encode(text)) if text else 0
+
+    def encode(self, text: str, first: bool = False) -> list[int]:
+        """The tokens of a text as it stands inside a prompt, or as the `first` of it."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        bos = self.tokenizer.bos_token_id
+        chat = bool(getattr(self.tokenizer, "chat_template", None))  # chat templates write their own
+        adds_bos = first and not chat and bos is not None and self.tokenizer("a").input_ids[:1] == [bos]
+        return [bos, *ids] if adds_bos else ids
 
     def _frame(self, question: str) -> tuple[str, str]:
         """The rendered text before and after the place of the documents."""
@@ -82,10 +90,3 @@ class Template:
         rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         before, _, after = rendered.partition(_SLOT)
         return before, after
-
-    def _encode(self, text: str, first: bool = False) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
-        bos = self.tokenizer.bos_token_id
-        chat = bool(getattr(self.tokenizer, "chat_template", None))  # chat templates write their own
-        adds_bos = first and not chat and bos is not None and self.tokenizer("a").input_ids[:1] == [bos]
-        return [bos, *ids] if adds_bos else ids

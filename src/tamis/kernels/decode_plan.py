@@ -48,6 +48,8 @@ class DecodePlan:
     growing     int64 [B]: the row of the tile at a request's end
     q_position  [B, Tq]: absolute positions of the query rows
     programs    programs to aim at, over all splits and KV heads
+    split_pages a split's pages at most, whatever else is in the plan; None: as many as even out the programs. With a
+                fixed number, and room for a split for each tile, no request's result depends on the others
     """
 
     tiles: KeyTiles
@@ -57,10 +59,16 @@ class DecodePlan:
     q_position: torch.Tensor
     room: Room
     programs: int
+    split_pages: int | None = None
 
     @classmethod
     def reserve(
-        cls, room: Room, device: torch.device | str = "cpu", *, slopes: torch.Tensor | None = None
+        cls,
+        room: Room,
+        device: torch.device | str = "cpu",
+        *,
+        slopes: torch.Tensor | None = None,
+        split_pages: int | None = None,
     ) -> DecodePlan:
         """An empty plan: every request has no keys until `write`."""
         device = torch.device(device)
@@ -83,7 +91,8 @@ class DecodePlan:
         )
         growing = torch.full((room.requests,), room.tiles, dtype=torch.int64, device=device)
         positions = zeros(room.requests, room.tokens)
-        return cls(tiles, zeros(room.splits, 4), zeros(room.requests, 2), growing, positions, room, programs)
+        splits, ranges = zeros(room.splits, 4), zeros(room.requests, 2)
+        return cls(tiles, splits, ranges, growing, positions, room, programs, split_pages)
 
     def write(self, requests: Sequence[KeyTiles], q_position: torch.Tensor, *, kv_heads: int) -> int:
         """Put these requests into the plan's first places (the others get no keys); returns the splits in use.
@@ -174,7 +183,7 @@ class DecodePlan:
         size: torch.Tensor
         _, run, size = torch.unique_consecutive(run_key, return_inverse=True, return_counts=True)
         within = torch.arange(len(run)) - (size.cumsum(0) - size)[run]
-        pages = min(max(1, -(-units // self.programs)), MOST_PAGES)
+        pages = self.split_pages or min(max(1, -(-units // self.programs)), MOST_PAGES)
         while int((pieces := -(-size // pages)).sum()) > self.room.splits:
             if pages >= int(size.max()):
                 raise InvalidInput(

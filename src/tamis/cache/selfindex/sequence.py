@@ -22,7 +22,8 @@ from tamis.core.errors import InvalidInput
 from tamis.kernels.cpu import selfindex as cpu
 from tamis.kernels.reference import selfindex as reference
 from tamis.kernels.reference.selfindex import Fit
-from tamis.kernels.selfindex import Layout, Part, Records, check_pair, dequantised
+from tamis.kernels.selfindex import Layout, Part, Records, Tables, check_pair, dequantised
+from tamis.kernels.selfindex_dispatch import fit_sampled, selfindex_compress
 from tamis.model.rope import Rotary
 
 DECAY = 0.99  # of the running query energy, a step
@@ -166,10 +167,9 @@ class CodedSequence:
         copies = [t.gather(-2, exact[..., None].expand(*exact.shape, t.shape[-1])) for t in (keys, values)]
         offset = begin if fresh else self.offsets[-1]
         local, copies[0] = self._turned(keys, -offset), self._turned(copies[0], -offset)
-        signs = self.growth.fit.steps == 0
         if not fresh:
             last = self.parts[-1]
-            records = reference.compress(local, values, last.tables, self.layout, signs=signs)
+            records = self._records(local, values, last.tables)
             joined = Records.joined([last.records, records])
             exact = torch.cat([last.exact, exact + last.records.n_tokens], -1)
             pairs = zip((last.keys, last.values), copies, strict=True)
@@ -180,10 +180,16 @@ class CodedSequence:
         if self.parts and keys.shape[-2] < self.growth.epoch:
             k, v = self._history(local, values)
             left_out = torch.nn.functional.pad(left_out, (k.shape[-2] - keys.shape[-2], 0))
-        tables = reference.fit_tables(k, v, self.layout, energy=self._energy, left_out=left_out, fit=self.growth.fit)
-        records = reference.compress(local, values, tables, self.layout, signs=signs)
+        fit = fit_sampled if keys.is_cuda else reference.fit_tables  # of all of a long prompt it costs as much again
+        tables = fit(k, v, self.layout, energy=self._energy, left_out=left_out, fit=self.growth.fit)
+        records = self._records(local, values, tables)
         self.parts.append(Part(records, tables, exact, *copies))
         self.offsets.append(offset)
+
+    def _records(self, keys: torch.Tensor, values: torch.Tensor, tables: Tables) -> Records:
+        if self.growth.fit.steps == 0:
+            return reference.compress(keys, values, tables, self.layout, signs=True)
+        return selfindex_compress(keys, values, tables, self.layout)
 
     def _turned(self, keys: torch.Tensor, offset: int) -> torch.Tensor:
         return keys if self.rotary is None or not offset else self.rotary.rotate(keys, offset)

@@ -144,6 +144,8 @@ class Attached:
         if plan is not None:
             passing.enter_context(plan.running(self._switch))
         if decoding is not None:
+            if len(args) > CACHE:  # None was passed by its place
+                args = (*args[:CACHE], decoding.cache, *args[CACHE + 1 :])
             step = n == 1 and decoding.cache.get_seq_length() > 0
             passing.enter_context(decoding.running(self._switch, step=step))
         return args, kwargs

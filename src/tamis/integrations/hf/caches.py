@@ -41,6 +41,7 @@ class Caches:
 
     def of_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decoding | None:
         """The running pass's cache, which is put into `kwargs` where the model would have made one; None without any.
+        Where `args` reach as far as CACHE, the caller of this puts it there.
 
         Raises InvalidInput for a padded batch in a selfindex cache that the caller made.
         """
@@ -50,7 +51,9 @@ class Caches:
         if cache is None:
             if not self._caches(kwargs):
                 return None
-            cache = kwargs[self._name] = new_cache("auto", self._model.config)
+            cache = new_cache("auto", self._model.config)
+            if len(args) <= CACHE:
+                kwargs[self._name] = cache
         state = self._states.get(cache)
         if state is None:
             state = self._states[cache] = State()

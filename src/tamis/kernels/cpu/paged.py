@@ -53,6 +53,9 @@ def paged_decode(
     pool = _Pool(keys, values, plan.tiles, scale, plan.tiles.slopes)
     documents = plan.tiles.table[:, 3].tolist()
     for b, (first, n) in enumerate(plan.ranges.tolist()):
+        if not n:  # a place that no request has
+            out[b], lse[b] = 0.0, -torch.inf
+            continue
         part = _Rows(pool, q[b], plan.q_position[b])
         for _, start, rows, whole in plan.splits[first : first + n].tolist():
             index = torch.arange(start, start + rows)

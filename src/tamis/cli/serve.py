@@ -1,0 +1,127 @@
+"""`tamis serve`: the model over HTTP, as OpenAI's clients know it."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from tamis.cli.options import AcceptBlock, Adapter, ChunkTokens, Device, Dtype, Json, Recompute, Store, Yarn, load
+from tamis.core.errors import InvalidInput, Unavailable
+
+if TYPE_CHECKING:
+    from tamis.engine.llm import LLM
+    from tamis.engine.scheduler import Limits
+    from tamis.server.keys import KeyRing
+    from tamis.server.settings import ServerSettings
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="smollm2, a directory, a .gguf file, or a hub name.")] = "smollm2",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model. Default: as it is given.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File of hashed API keys. Default: everybody.")] = None,
+    new_key: Annotated[str | None, typer.Option(help="Add a key of this name to the file, print it, and end.")] = None,
+    key_limit: Annotated[int | None, typer.Option(min=1, help="With --new-key: its requests at once.")] = None,
+    store: Store = None,
+    prefill: Annotated[str, typer.Option(help="dense, sift, reuse, blend or prefix.")] = "prefix",
+    recompute: Recompute = 0.15,
+    accept_block_attention: AcceptBlock = False,
+    cache_gb: Annotated[float | None, typer.Option(min=0, help="GB for keys and values. Default: a share.")] = None,
+    host_gb: Annotated[float, typer.Option(min=0, help="GB of host memory for what the GPU evicts.")] = 0.0,
+    max_running: Annotated[int, typer.Option(min=1, help="Requests in one step.")] = 32,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused.")] = 256,
+    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one step, at most.")] = 1024,
+    chunk_tokens: ChunkTokens = 512,
+    exact: Annotated[
+        bool, typer.Option(help="On a CPU: logits independent of other requests to the last bit; slower when alone.")
+    ] = True,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens where a request does not say.")] = 512,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, help="MB of one request.")] = 16.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 600.0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds to finish requests when asked to stop.")] = 30.0,
+    device: Device = None,
+    dtype: Dtype = None,
+    yarn: Yarn = None,
+    adapter: Adapter = None,
+    json: Json = False,
+) -> None:
+    """Serve MODEL: /v1/chat/completions, /v1/completions, /v1/documents, /metrics and more."""
+    from tamis.engine.scheduler import Limits
+
+    _check_installed()
+    from tamis.server.keys import KeyRing
+    from tamis.server.keys import new_key as make_key
+    from tamis.server.settings import ServerSettings
+
+    if new_key is not None:
+        if api_key_file is None:
+            raise InvalidInput("--new-key needs --api-key-file, the file that it is added to.")
+        key = make_key(api_key_file, new_key, key_limit)
+        print(jsonlib.dumps({"name": new_key, "key": key}) if json else key)
+        return
+    keys = KeyRing() if api_key_file is None else KeyRing.read(api_key_file)
+    body_bytes = int(max_body_mb * 1e6)
+    settings = ServerSettings(name or model, max_tokens, body_bytes=body_bytes, timeout_s=timeout, grace_s=grace)
+    choices = {"prefill": prefill, "recompute": recompute, "accept_block_attention": accept_block_attention}
+    cache: dict[str, Any] = {"host_bytes": int(host_gb * 1e9)}
+    if cache_gb is not None:
+        cache["cache_bytes"] = int(cache_gb * 1e9)
+    folder = None if store is None else Path(store).expanduser()
+    if folder is not None:
+        cache["cache_dir"] = folder / "kv"
+    limits = Limits(max_running=max_running, max_waiting=max_queue, step_tokens=step_tokens)
+    with load(model, device, dtype, yarn, adapter=adapter, **choices, **cache) as llm, llm.corpus(folder):
+        _run(llm, Address(host, port), Ground(folder, limits, chunk_tokens or 512, exact), settings, keys, json=json)
+
+
+class Address(NamedTuple):
+    """Where to listen."""
+
+    host: str
+    port: int
+
+
+class Ground(NamedTuple):
+    """What the engine stands on."""
+
+    folder: Path | None
+    limits: Limits
+    chunk_tokens: int
+    exact: bool
+
+
+def _check_installed() -> None:
+    try:
+        import fastapi
+        import prometheus_client
+        import uvicorn
+    except ImportError as e:
+        raise Unavailable(f"{e.name} is not installed. pip install 'tamis[server]' brings what serving needs.") from e
+    _ = (fastapi, prometheus_client, uvicorn)
+
+
+def _run(llm: LLM, address: Address, ground: Ground, settings: ServerSettings, keys: KeyRing, *, json: bool) -> None:
+    """Serve until a signal asks to stop; with `json`, say on stdout where, once it listens."""
+    from tamis.engine.library import Library
+    from tamis.engine.service import Engine
+    from tamis.server.app import create_app
+    from tamis.server.run import GracefulServer
+
+    def started(port: int) -> None:
+        url = f"http://{address.host}:{port}/v1"
+        typer.echo(f"serving {settings.name} at {url} (Ctrl-C ends it)", err=True)
+        if json:
+            print(jsonlib.dumps({"model": settings.name, "url": url}), flush=True)
+
+    with Engine(llm, ground.limits, chunk_tokens=ground.chunk_tokens, exact=ground.exact) as engine:
+        library = Library(engine, ground.folder)
+        try:
+            app = create_app(engine, library, settings, keys)
+            server = GracefulServer(app, host=address.host, port=address.port, on_start=started)
+            server.run()
+        finally:
+            library.close()

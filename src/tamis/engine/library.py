@@ -1,0 +1,201 @@
+"""Documents that requests name by id: their texts, kept in tables, and their keys and values, warmed and pinned.
+
+Every document has an owner, and nobody sees another's: not by id, and not by what is stored of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from tamis.cache.document import Wanted
+from tamis.cache.keys import DOCUMENTS, DocumentKey
+from tamis.core.errors import CacheFull, InvalidInput, NothingFound, TamisError
+from tamis.core.log import logger
+from tamis.core.table import MemoryTables, Tables, close_tables, open_tables
+from tamis.engine.service import Engine
+
+log = logger("engine")
+TABLE = "engine.documents"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+PIN_SHARE = 0.5  # of all pages: the others stay for requests
+
+
+@dataclass(frozen=True)
+class StoredDocument:
+    """One document. `created`: seconds since 1970; `tokens`: how many it has in a prompt."""
+
+    id: str
+    title: str
+    text: str
+    created: int
+    tokens: int
+    pinned: bool = False
+
+
+def namespace_of(owner: str) -> str:
+    """The name under which an owner's keys and values are stored; "" is everybody where there are no keys."""
+    return hashlib.blake2b(owner.encode(), digest_size=16).hexdigest() if owner else ""
+
+
+class Library:
+    """The documents of all owners. Safe to use from many threads; `warm`, `pin` and `delete` wait for the engine."""
+
+    def __init__(self, engine: Engine, path: str | Path | None = None) -> None:
+        self.engine = engine
+        self._tables: Tables = MemoryTables() if path is None else open_tables(path)
+        self._path = path
+        self._lock = threading.RLock()
+        self._documents: dict[tuple[str, str], StoredDocument] = {}
+        for _, value in self._tables.items(TABLE):
+            owner, fields = json.loads(value)
+            self._documents[owner, fields["id"]] = StoredDocument(**fields)
+        self._pin_again()
+
+    def put(self, owner: str, text: str, *, title: str = "", name: str | None = None) -> StoredDocument:
+        """Add a document; its id is `name`, or made of what it says. The same again changes nothing.
+
+        Raises InvalidInput for an empty text, for a name that is none, and for one that is taken by another text.
+        """
+        if name is not None and not NAME.fullmatch(name):
+            raise InvalidInput(f"document id {name!r}; use 1 to 64 letters, digits, '.', '_' and '-'.")
+        n_tokens = len(self.engine.llm.template.document_tokens(title, text))
+        if not n_tokens:
+            raise InvalidInput("the document's text is empty; give some.")
+        digest = hashlib.blake2b(json.dumps([title, text]).encode(), digest_size=16).hexdigest()
+        made = StoredDocument(name or f"doc-{digest}", title, text, int(time.time()), n_tokens)
+        with self._lock:
+            known = self._documents.get((owner, made.id))
+            if known is not None and (known.title, known.text) != (title, text):
+                raise InvalidInput(f"document {made.id!r} holds another text. Delete it first, or use another id.")
+            if known is None:
+                self._keep(owner, made)
+            return known or made
+
+    def get(self, owner: str, name: str) -> StoredDocument:
+        """One document. Raises NothingFound, also for another owner's."""
+        with self._lock:
+            found = self._documents.get((owner, name))
+        if found is None:
+            raise NothingFound(f"there is no document {name!r}. Put it first.")
+        return found
+
+    def list(self, owner: str, *, after: str = "", limit: int = 100) -> tuple[Sequence[StoredDocument], bool]:
+        """The owner's documents by id, from behind `after` on; and whether there are more."""
+        with self._lock:
+            names = sorted(name for who, name in self._documents if who == owner and name > after)
+            return [self._documents[owner, name] for name in names[:limit]], len(names) > limit
+
+    def tokens(self, document: StoredDocument) -> tuple[int, ...]:
+        """What stands for it in a prompt."""
+        return self.engine.llm.template.document_tokens(document.title, document.text)
+
+    def warm(self, owner: str, name: str) -> str:
+        """Have its keys and values computed and stored now; the tier that had them, or "computed".
+
+        Raises CacheFull if they do not fit.
+        """
+        tokens = self.tokens(self.get(owner, name))
+        return self.engine.call(lambda: self._warm(owner, tokens, pin=False)).result()
+
+    def pin(self, owner: str, name: str) -> StoredDocument:
+        """Keep its keys and values in the fastest tier until `unpin`; pinning twice is once."""
+        document = self.get(owner, name)
+        tokens = self.tokens(document)
+        with self._lock:
+            if document.pinned:
+                return document
+            self._check_pins(len(tokens))
+            self.engine.call(lambda: self._warm(owner, tokens, pin=True)).result()
+            return self._keep(owner, replace(document, pinned=True))
+
+    def unpin(self, owner: str, name: str) -> StoredDocument:
+        """Let its keys and values be evicted again."""
+        with self._lock:
+            document = self.get(owner, name)
+            if not document.pinned:
+                return document
+            tokens = self.tokens(document)
+            self.engine.call(lambda: self._unpin(owner, tokens)).result()
+            return self._keep(owner, replace(document, pinned=False))
+
+    def delete(self, owner: str, name: str) -> None:
+        """Forget a document and what is stored of it. Requests that read it finish with it."""
+        with self._lock:
+            document = self.unpin(owner, name)
+            del self._documents[owner, name]
+            self._tables.write({TABLE: {_row(owner, name): None}})
+            mine = [d for (who, _), d in self._documents.items() if who == owner]
+            if all((d.title, d.text) != (document.title, document.text) for d in mine):
+                key = self._key(owner, self.tokens(document))
+                self.engine.reuse.store.cache.drop([key])
+
+    def tier(self, owner: str, document: StoredDocument) -> str | None:
+        """Where its keys and values lie now, if they are stored."""
+        return self.engine.reuse.store.cache.where([self._key(owner, self.tokens(document))])[0]
+
+    def close(self) -> None:
+        """Let go of the tables."""
+        if self._path is not None:
+            close_tables(self._path)
+
+    def _keep(self, owner: str, document: StoredDocument) -> StoredDocument:
+        value = json.dumps([owner, asdict(document)]).encode()
+        self._tables.write({TABLE: {_row(owner, document.id): value}})
+        self._documents[owner, document.id] = document
+        return document
+
+    def _key(self, owner: str, tokens: Sequence[int]) -> DocumentKey:
+        return self.engine.reuse.store.key(tokens, _namespace(owner))
+
+    def _check_pins(self, n_tokens: int) -> None:
+        pool, pinned = self.engine.pool, self.engine.memory.pinned_pages
+        most = int(PIN_SHARE * pool.allocator.n_pages)
+        if pinned + pool.pages_for(n_tokens) > most:
+            raise InvalidInput(
+                f"the document takes {pool.pages_for(n_tokens)} pages, {pinned} are pinned and {most} may be. Unpin "
+                "another document, or give the cache more bytes."
+            )
+
+    def _warm(self, owner: str, tokens: Sequence[int], *, pin: bool) -> str:
+        """In the engine's thread."""
+        store = self.engine.reuse.store
+        held = store.hold([tokens], namespace=_namespace(owner))
+        try:
+            if held.documents[0] is None:
+                raise CacheFull("; ".join(held.reasons), needed_bytes=0, available_bytes=0)
+            if pin:
+                store.cache.pin([Wanted(self._key(owner, tokens), len(tokens))])
+                self.engine.memory.pinned_pages += self.engine.pool.pages_for(len(tokens))
+            return held.origins[0]
+        finally:
+            held.close()
+            store.save()
+
+    def _unpin(self, owner: str, tokens: Sequence[int]) -> None:
+        self.engine.reuse.store.cache.unpin([self._key(owner, tokens)])
+        self.engine.memory.pinned_pages -= self.engine.pool.pages_for(len(tokens))
+
+    def _pin_again(self) -> None:
+        for (owner, name), document in list(self._documents.items()):
+            if not document.pinned:
+                continue
+            self._documents[owner, name] = replace(document, pinned=False)
+            try:
+                self.pin(owner, name)
+            except TamisError as e:
+                log.warning("document %s is not pinned any more: %s", name, e)
+
+
+def _namespace(owner: str) -> str:
+    return f"{DOCUMENTS}/{namespace_of(owner)}" if owner else DOCUMENTS
+
+
+def _row(owner: str, name: str) -> bytes:
+    return hashlib.blake2b(owner.encode(), digest_size=16).digest() + name.encode()

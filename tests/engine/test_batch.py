@@ -1,0 +1,295 @@
+"""Many requests in one pass: each gets what it would get alone, whoever comes, goes or is parked meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tamis.attention.policy import Policy
+from tamis.core.errors import Busy, Cancelled, ContextOverflow, InvalidInput
+from tamis.engine.llm import LLM
+from tamis.engine.request import End, Event, Failed, Piece, Request, Usage
+from tamis.engine.sampling import Sampling
+from tamis.engine.scheduler import Limits
+from tamis.engine.service import Engine
+from tamis.prompt.segments import Prompt
+
+PAGE_BYTES = 2 * 2 * 2 * 64 * 4 * 128  # of the tiny models
+REUSE = Policy(prefill="reuse", accept_block_attention=True)
+
+
+@dataclass
+class Ear:
+    """Listens to one request."""
+
+    on: Callable[[Event], Any] | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    last: Event | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Piece):
+            self.pieces.append(event)
+        else:
+            assert self.last is None, "a request ends once"
+            self.last = event
+            self.done.set()
+        if self.on is not None:
+            self.on(event)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [piece.token for piece in self.pieces]
+
+    def end(self) -> End:
+        assert self.done.wait(60), "the request did not end"
+        if isinstance(self.last, Failed):
+            raise self.last.error
+        assert isinstance(self.last, End)
+        return self.last
+
+
+@pytest.fixture
+def serve(open_llm: Callable[..., LLM]) -> Iterator[Callable[..., Engine]]:
+    """(pages, limits and engine options) to an engine on a tiny model; closed and its books checked after the test."""
+    made: list[Engine] = []
+
+    def close(engine: Engine) -> None:
+        engine.close()
+        engine.reuse.store.cache.check()
+        assert engine.pool.allocator.n_owned == 0, "pages of requests that ended"
+        engine.llm.close()
+
+    def get(
+        pages: int = 64, *, chunk_tokens: int = 128, choices: dict[str, Any] | None = None, **limits: Any
+    ) -> Engine:
+        while made:  # a model has one attention at a time
+            close(made.pop())
+        llm = open_llm("llama", cache_bytes=pages * PAGE_BYTES, **(choices or {}))
+        llm.stop_tokens = frozenset()
+        made.append(Engine(llm, Limits(**limits), chunk_tokens=chunk_tokens))
+        return made[-1]
+
+    yield get
+    while made:
+        close(made.pop())
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Callable[[int], list[int]]:
+    draw = torch.Generator().manual_seed(3)
+    return lambda n: torch.randint(0, 512, (n,), generator=draw).tolist()
+
+
+@pytest.fixture(scope="module")
+def requests(tokens: Callable[[int], list[int]]) -> list[Request]:
+    """Eight of all kinds and lengths."""
+    a, b, c = tokens(70), tokens(129), tokens(300)
+
+    def prompt(*documents: list[int], question: int = 20) -> Prompt:
+        return Prompt.of(
+            [("prefix", tokens(37)), *(("document", d) for d in documents), ("question", tokens(question))]
+        )
+
+    kinds = [
+        (prompt(question=1), Policy()),
+        (prompt(a, b, c), Policy()),
+        (prompt(c, question=400), Policy()),
+        (prompt(a, b), REUSE),
+        (prompt(b, a, c, question=130), REUSE),
+        (prompt(a, b, c), Policy(prefill="sift", min_tokens=0)),
+        (prompt(a, c), Policy(prefill="blend", recompute=0.3)),
+        (prompt(a, question=200), Policy(prefill="prefix")),
+    ]
+    new = (30, 5, 12, 40, 17, 9, 25, 33)
+    return [Request(p, policy, Sampling(max_new_tokens=n)) for (p, policy), n in zip(kinds, new, strict=True)]
+
+
+def alone(engine: Engine, request: Request) -> list[int]:
+    """What the library's own loop gives."""
+    llm = engine.llm
+    with llm.runner.lock:
+        choices = {name: getattr(request.policy, name) for name in Policy.__dataclass_fields__}
+        start = llm.prefill(request.prompt, **choices)
+        return list(llm.runner.decode(start, request.sampling, frozenset()))
+
+
+class TestTokens:
+    def test_as_alone_in_any_order_of_arrival_with_one_cancelled(
+        self, serve: Callable[..., Engine], requests: list[Request]
+    ) -> None:
+        engine = serve(pages=128)
+        wanted = [alone(engine, r) for r in requests]
+        assert len({tuple(w) for w in wanted}) == len(wanted)
+        extra = replace(requests[2], sampling=Sampling(max_new_tokens=200))
+        for seed in range(2):
+            order = torch.randperm(len(requests), generator=torch.Generator().manual_seed(seed)).tolist()
+            gone = Ear()
+            number = engine.submit(extra, gone)
+            gone.on = lambda event, gone=gone, number=number: len(gone.pieces) == 7 and engine.cancel(number)
+            ears = {i: Ear() for i in order}
+            for i in order:
+                engine.submit(requests[i], ears[i])
+            for i in order:
+                assert ears[i].end().usage.new == len(wanted[i])
+                assert ears[i].tokens == wanted[i], f"request {i} in order {order}"
+            with pytest.raises(Cancelled):
+                gone.end()
+            assert 7 <= len(gone.pieces) < 200
+
+    def test_logits_do_not_depend_on_the_others_at_all(
+        self, serve: Callable[..., Engine], requests: list[Request]
+    ) -> None:
+        engine = serve(pages=128)
+        one = replace(requests[1], sampling=Sampling(max_new_tokens=20), top=3)
+        lone = Ear()
+        engine.submit(one, lone)
+        lone.end()
+        ears = [Ear() for _ in requests]
+        for request, ear in zip(requests[:4], ears, strict=False):
+            engine.submit(request, ear)
+        among = Ear()
+        engine.submit(one, among)
+        for request, ear in zip(requests[4:], ears[4:], strict=True):
+            engine.submit(request, ear)
+        among.end()
+        assert [p.scored for p in among.pieces] == [p.scored for p in lone.pieces]
+        for ear in ears:
+            ear.end()
+
+    def test_parked_and_resumed_in_a_small_pool(self, serve: Callable[..., Engine], requests: list[Request]) -> None:
+        longer = [replace(r, sampling=Sampling(max_new_tokens=100), priority=i % 2) for i, r in enumerate(requests)]
+        roomy = serve(pages=128)
+        wanted = [alone(roomy, r) for r in longer]
+        engine = serve(pages=16)
+        ears = [Ear() for _ in longer]
+        for request, ear in zip(longer, ears, strict=True):
+            engine.submit(request, ear)
+        for i, (ear, tokens) in enumerate(zip(ears, wanted, strict=True)):
+            ear.end()
+            assert ear.tokens == tokens, f"request {i}"
+        assert engine.statistics().preemptions > 0
+
+    def test_sampling_depends_on_the_seed_alone(self, serve: Callable[..., Engine], requests: list[Request]) -> None:
+        engine = serve(pages=128)
+        warm = Sampling(16, 0.9, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.3, seed=5)
+        asked = [replace(r, sampling=warm) for r in requests[:3]]
+        asked.append(replace(asked[0], sampling=replace(warm, seed=6)))
+        ears = [Ear() for _ in asked]
+        for request, ear in zip(asked, ears, strict=True):
+            engine.submit(request, ear)
+        for request, ear in zip(asked, ears, strict=True):
+            ear.end()
+            assert ear.tokens == alone(engine, request)
+        assert ears[0].tokens != ears[3].tokens
+
+
+class TestReuse:
+    def test_fifty_requests_for_one_missing_document_compute_it_once(
+        self, serve: Callable[..., Engine], tokens: Callable[[int], list[int]]
+    ) -> None:
+        engine, document = serve(pages=128), tokens(300)
+        ears = [Ear() for _ in range(50)]
+        for ear in ears:
+            prompt = Prompt.of([("prefix", tokens(5)), ("document", document), ("question", tokens(9))])
+            engine.submit(Request(prompt, REUSE, Sampling(max_new_tokens=3)), ear)
+        cached = [ear.end().usage.cached for ear in ears]
+        assert cached == [0] + [300] * 49
+        assert engine.reuse.store.passes == 1 and engine.reuse.store.cache.statistics().computed == 1
+
+    def test_a_prefix_is_found_again_but_not_by_others(
+        self, serve: Callable[..., Engine], tokens: Callable[[int], list[int]]
+    ) -> None:
+        engine, prompt = serve(), Prompt.of([("question", tokens(300))])
+        found = []
+        for namespace in ("", "", "b", "b"):
+            ear, one = Ear(), Request(prompt, Policy(prefill="prefix"), Sampling(max_new_tokens=2), namespace=namespace)
+            engine.submit(one, ear)
+            found.append(ear.end().usage.cached)
+        assert found == [0, 256, 0, 256]
+
+    def test_documents_of_another_namespace_are_others(
+        self, serve: Callable[..., Engine], tokens: Callable[[int], list[int]]
+    ) -> None:
+        engine, document = serve(), tokens(140)
+        prompt = Prompt.of([("document", document), ("question", tokens(9))])
+        for namespace, cached in (("a", 0), ("b", 0), ("a", 140)):
+            ear = Ear()
+            engine.submit(Request(prompt, REUSE, Sampling(max_new_tokens=2), namespace=namespace), ear)
+            end = ear.end()
+            assert end.usage == Usage(149, cached, 2)
+            assert end.report.reuse is not None and end.report.reuse.approximate
+
+    def test_documents_that_find_no_room_are_computed_in_place(
+        self, serve: Callable[..., Engine], tokens: Callable[[int], list[int]]
+    ) -> None:
+        engine = serve(pages=24)
+        prompts = [
+            Prompt.of([("document", tokens(600)), ("document", tokens(500)), ("question", tokens(30))])
+            for _ in range(5)
+        ]
+        ears = [Ear() for _ in prompts]
+        for prompt, ear in zip(prompts, ears, strict=True):
+            engine.submit(Request(prompt, REUSE, Sampling(max_new_tokens=40)), ear)
+        for ear in ears:
+            assert ear.end().usage.new == 40
+
+
+class TestRefusals:
+    def test_at_once(self, serve: Callable[..., Engine], tokens: Callable[[int], list[int]]) -> None:
+        engine = serve(pages=6, max_waiting=1, max_running=1)
+
+        def ask(n: int, new: int = 4, **policy: Any) -> Ear:
+            ear = Ear()
+            engine.submit(
+                Request(Prompt.of([("question", tokens(n))]), Policy(**policy), Sampling(max_new_tokens=new)), ear
+            )
+            return ear
+
+        with pytest.raises(ContextOverflow, match="takes 4096 in all"):
+            ask(4000, 97)
+        with pytest.raises(InvalidInput, match="may need 7 pages"):
+            ask(800)
+        with pytest.raises(InvalidInput, match="selfindex"):
+            ask(8, decode="selfindex")
+        with pytest.raises(InvalidInput, match="accept_block_attention"):
+            ask(8, prefill="reuse")
+        first = ask(300, 100)
+        with pytest.raises(Busy):
+            for _ in range(3):
+                ask(300, 100)
+        first.end()
+
+    def test_a_drained_engine_hands_back_what_is_not_done(
+        self, serve: Callable[..., Engine], tokens: Callable[[int], list[int]]
+    ) -> None:
+        engine = serve(max_running=1)
+        ears = [Ear() for _ in range(3)]
+        for ear in ears:
+            engine.submit(Request(Prompt.of([("question", tokens(9))]), sampling=Sampling(max_new_tokens=3000)), ear)
+        assert engine.drain(0.2) == 3
+        for ear in ears:
+            with pytest.raises(Cancelled, match="shutting down"):
+                ear.end()
+        with pytest.raises(Busy, match="shutting down"):
+            engine.submit(Request(Prompt.of([("question", tokens(9))])), Ear())
+
+    def test_a_listener_that_raises_hurts_nobody(
+        self, serve: Callable[..., Engine], tokens: Callable[[int], list[int]]
+    ) -> None:
+        engine = serve()
+
+        def bad(event: Event) -> None:
+            raise ValueError("listener")
+
+        request = Request(Prompt.of([("question", tokens(9))]), sampling=Sampling(max_new_tokens=5))
+        engine.submit(request, bad)
+        ear = Ear()
+        engine.submit(request, ear)
+        assert ear.end().usage.new == 5
+        assert engine.call(lambda: 7).result(5) == 7

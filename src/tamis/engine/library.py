@@ -83,7 +83,7 @@ class Library:
         with self._lock:
             found = self._documents.get((owner, name))
         if found is None:
-            raise NothingFound(f"there is no document {name!r}. Put it first.")
+            raise NothingFound(f"there is no document with the id {name!r}. Put it first, or give its text, not an id.")
         return found
 
     def list(self, owner: str, *, after: str = "", limit: int = 100) -> tuple[Sequence[StoredDocument], bool]:

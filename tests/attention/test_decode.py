@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from tamis.attention.decode import Decoding, Trace, check_form
 from tamis.attention.hook import Switch
 from tamis.attention.policy import Policy
+from tamis.attention.report import DecodeReport
 from tamis.cache.formats import cache_argument, cache_bytes, new_cache
 from tamis.cache.selfindex.keep import Budget
 from tamis.cache.selfindex.sequence import CodedSequence
@@ -291,3 +292,11 @@ def test_four_thousand_generated_tokens(tiny_model: Callable[..., Any], attach: 
     found = run(token, step=True)[0, -1]
     assert bool(found.isfinite().all())
     assert float((found - wanted).norm() / wanted.norm()) < 0.5
+
+
+def test_a_report_says_larger_where_it_is() -> None:
+    told = [
+        str(DecodeReport("selfindex", "selfindex", "selfindex", "cpu", 1, 10, kv, bf16))
+        for kv, bf16 in ((100, 500), (200, 100), (100, 0), (0, 0))
+    ]
+    assert "5.0x smaller" in told[0] and "2.0x larger" in told[1] and "KV 0.0 MB" in told[3]

@@ -79,7 +79,9 @@ class DecodeReport:
     def __str__(self) -> str:
         size = f"KV {self.kv_bytes / 1e6:.1f} MB"
         if self.kv_bytes:
-            size += f" of {self.bf16_bytes / 1e6:.1f} in bf16, {self.bf16_bytes / self.kv_bytes:.1f}x smaller"
+            times = self.bf16_bytes / self.kv_bytes
+            change = f"{times:.1f}x smaller" if times >= 1 or not times else f"{1 / times:.1f}x larger"
+            size += f" of {self.bf16_bytes / 1e6:.1f} in bf16, {change}"
         kernel = f", {self.kernel}" if self.kernel else ""
         read = f", {100 * self.attended:.1f} % of the tokens read" if self.used != "dense" else ""
         took = f", compressed in {self.compress_s:.2f} s" if self.compress_s else ""

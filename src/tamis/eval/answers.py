@@ -113,7 +113,7 @@ class Answers:
     def cells(self) -> list[Cell]:
         """Every metric of every variant for each task, and for each kind of task that has several."""
         found: list[Cell] = []
-        for group, members in self._groups().items():
+        for group, members in by_group(self.outcomes).items():
             of = {(o.task, o.id, o.variant): o for o in members}
             ids = list(dict.fromkeys((o.task, o.id) for o in members))
             for metric in dict.fromkeys(m for o in members for m in o.metrics):
@@ -153,15 +153,17 @@ class Answers:
             if self.compared(cell):
                 yield cell.group, cell.variant, f"{cell.metric}_minus_dense_mean", cell.row(difference=True), unit
 
-    def _groups(self) -> dict[str, list[Outcome]]:
-        groups: dict[str, list[Outcome]] = {}
-        for outcome in self.outcomes:
-            groups.setdefault(outcome.task, []).append(outcome)
-        for kind in dict.fromkeys(task.partition("/")[0] for task in list(groups)):
-            tasks = [t for t in groups if t.partition("/")[0] == kind]
-            if len(tasks) > 1:
-                groups[kind] = [o for t in tasks for o in groups[t]]
-        return groups
+
+def by_group(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    """The outcomes of each task, and of each kind of task ("qa/a", "qa/b" → "qa") that has several."""
+    groups: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(outcome.task, []).append(outcome)
+    for kind in dict.fromkeys(task.partition("/")[0] for task in list(groups)):
+        tasks = [t for t in groups if t.partition("/")[0] == kind]
+        if len(tasks) > 1:
+            groups[kind] = [o for t in tasks for o in groups[t]]
+    return groups
 
 
 @dataclass

@@ -19,7 +19,7 @@ import torch
 
 from tamis.core.errors import ContextOverflow, InvalidInput
 from tamis.engine.sampling import TextStream
-from tamis.eval.answers import MEASURED, Cell, Log, Outcome
+from tamis.eval.answers import MEASURED, Cell, Log, Outcome, by_group
 from tamis.eval.decode_session import Session
 from tamis.eval.decoders.base import Method
 from tamis.eval.decoders.methods import FULL, labels
@@ -76,7 +76,7 @@ class Decoded:
         `found` is the main score of needle and RULER items on those that full answers in full.
         """
         made: list[Cell] = []
-        for group, members in self._groups().items():
+        for group, members in by_group(self.outcomes).items():
             of = {(o.task, o.id, o.variant): o.metrics for o in members}
             ids = list(dict.fromkeys((o.task, o.id) for o in members))
             for metric in (*dict.fromkeys(m for o in members for m in o.metrics), FOUND):
@@ -115,16 +115,6 @@ class Decoded:
             yield cell.group, n, cell.variant, f"{cell.metric}_mean", cell.row(), unit
             if self.compared(cell):
                 yield cell.group, n, cell.variant, f"{cell.metric}_minus_full_mean", cell.row(difference=True), unit
-
-    def _groups(self) -> dict[str, list[Outcome]]:
-        groups: dict[str, list[Outcome]] = {}
-        for outcome in self.outcomes:
-            groups.setdefault(outcome.task, []).append(outcome)
-        for kind in dict.fromkeys(task.partition("/")[0] for task in list(groups)):
-            tasks = [t for t in groups if t.partition("/")[0] == kind]
-            if len(tasks) > 1:
-                groups[kind] = [o for t in tasks for o in groups[t]]
-        return groups
 
 
 def eval_decode(

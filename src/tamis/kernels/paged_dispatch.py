@@ -6,15 +6,14 @@ raises `Unavailable` with the reason; under "auto" the best one that takes the t
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tamis.core.errors import InvalidInput, Unavailable
+from tamis.core.errors import InvalidInput
 from tamis.core.registry import Registry
+from tamis.kernels.choice import chosen, no_triton
 from tamis.kernels.decode_plan import DecodePlan
 from tamis.kernels.paged import KeyTiles, PagedLists, check_pages, check_rows
 
@@ -84,15 +83,7 @@ def reasons(q: torch.Tensor, keys: torch.Tensor, rows: int = 1) -> dict[str, str
 
 
 def _chosen(kernel: str, q: torch.Tensor, keys: torch.Tensor, rows: int) -> str:
-    if kernel != "auto" and kernel not in PREFILL:
-        PREFILL.get(kernel)  # raises, with the nearest name
-    names = list(_REFUSES) if kernel == "auto" else [kernel]
-    refused = {name: _REFUSES[name](q, keys, rows) for name in names}
-    for name, why in refused.items():
-        if why is None:
-            return name
-    told = "; ".join(f"{name}: {why}" for name, why in refused.items())
-    raise Unavailable(f"no paged attention kernel takes these tensors ({told}). kernel='auto' picks one that can.")
+    return chosen(kernel, PREFILL, _REFUSES, (q, keys, rows), "paged attention kernel")
 
 
 def _into(
@@ -123,16 +114,8 @@ def _check_values(
 
 
 def _triton_refuses(q: torch.Tensor, keys: torch.Tensor, rows: int) -> str | None:
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    dtypes = [torch.float16, torch.float32] + [torch.bfloat16] * (not interpreted)
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if q.device.type != "cuda" and not interpreted:
-        return f"the tensors are on {q.device}"
-    if q.device.type == "cuda" and (sm := torch.cuda.get_device_capability(q.device)) < (8, 0):
-        return f"the GPU is sm_{sm[0]}{sm[1]} and the kernel needs sm_80"
-    if q.dtype not in dtypes:
-        return f"the tensors are {q.dtype} and must be one of {', '.join(map(str, dtypes))}"
+    if why := no_triton(q):
+        return why
     if keys.shape[2] not in (16, 32, 64, 128):
         return f"pages are {keys.shape[2]} keys and must be 16, 32, 64 or 128"
     if q.shape[-1] > 256:

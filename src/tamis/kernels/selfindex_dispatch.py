@@ -7,8 +7,6 @@ raises `Unavailable` with the reason; under "auto" the best one that takes the t
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 
 from tamis.core.errors import InvalidInput, Unavailable
 from tamis.core.registry import Registry
+from tamis.kernels.choice import chosen, no_triton
 from tamis.kernels.selfindex import Layout, Records, Tables, check_pair
 from tamis.kernels.selfindex_arena import PAIR, Arena, Workspace, turned_forth
 
@@ -84,7 +83,7 @@ def selfindex_compress(
         )
     if kernel != "auto" and kernel not in COMPRESS:
         COMPRESS.get(kernel)  # raises, with the nearest name
-    why = _no_triton(keys)
+    why = no_triton(keys)
     if kernel == "triton" and why is not None:
         raise Unavailable(f"the Triton kernel cannot compress these tensors: {why}. kernel='auto' picks one that can.")
     name = "triton" if kernel == "auto" and keys.device.type == "cuda" and why is None else kernel
@@ -119,7 +118,7 @@ def fit_sampled(
 
 def selfindex_append(arena: Arena, keys: torch.Tensor, values: torch.Tensor) -> None:
     """`Arena.append` in one launch where Triton runs: keys and values [B, Hkv, 1, D] of a step."""
-    if arena.device.type == "cuda" and _no_triton(keys) is None:
+    if arena.device.type == "cuda" and no_triton(keys) is None:
         importlib.import_module("tamis.kernels.triton.selfindex_decode").append(arena, keys, values)
         return
     arena.append(keys, values)
@@ -151,14 +150,7 @@ def reasons(q: torch.Tensor, arena: Arena) -> dict[str, str | None]:
 
 
 def _chosen(kernel: str, q: torch.Tensor, arena: Arena) -> str:
-    if kernel != "auto" and kernel not in DECODE:
-        DECODE.get(kernel)  # raises, with the nearest name
-    refused = {n: _REFUSES[n](q, arena) for n in (list(_REFUSES) if kernel == "auto" else [kernel])}
-    for name, why in refused.items():
-        if why is None:
-            return name
-    told = "; ".join(f"{name}: {why}" for name, why in refused.items())
-    raise Unavailable(f"no self-indexing kernel takes these tensors ({told}). kernel='auto' picks one that can.")
+    return chosen(kernel, DECODE, _REFUSES, (q, arena), "self-indexing kernel")
 
 
 def _by_sequence(step: Callable[..., PAIR], q: torch.Tensor, arena: Arena, counts: list[int], scale: float) -> PAIR:
@@ -177,22 +169,8 @@ def _by_sequence(step: Callable[..., PAIR], q: torch.Tensor, arena: Arena, count
     return torch.stack(outs), torch.stack(lses)
 
 
-def _no_triton(x: torch.Tensor) -> str | None:
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    dtypes = [torch.float16, torch.float32] + [torch.bfloat16] * (not interpreted)
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if x.device.type != "cuda" and not interpreted:
-        return f"the tensors are on {x.device}"
-    if x.device.type == "cuda" and (sm := torch.cuda.get_device_capability(x.device)) < (8, 0):
-        return f"the GPU is sm_{sm[0]}{sm[1]} and the kernel needs sm_80"
-    if x.dtype not in dtypes:
-        return f"the tensors are {x.dtype} and must be one of {', '.join(map(str, dtypes))}"
-    return None
-
-
 def _triton_refuses(q: torch.Tensor, arena: Arena) -> str | None:
-    if why := _no_triton(q):
+    if why := no_triton(q):
         return why
     if q.dtype != arena.keys.dtype:
         return f"q is {q.dtype} and the arena's whole tokens are {arena.keys.dtype}; they must be alike"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tamis.core.errors import InvalidInput, ModelNotFound, StoreDamaged, StoreMismatch
+from tamis.core.errors import Diverged, InvalidInput, ModelNotFound, StoreDamaged, StoreMismatch
 from tamis.engine.template import Template
 from tamis.model.adapter import FILE, with_adapter
 from tamis.model.adapter_info import AdapterInfo, base_of, held_out
@@ -268,3 +268,37 @@ def test_the_rate_rises_and_falls() -> None:
     top = rates.index(max(rates))
     assert 0 < rates[0] < rates[1] and 3 <= top <= 6 and rates[top:] == sorted(rates[top:], reverse=True)
     assert max(rates) <= SETTINGS.lr and rates[-1] == 0
+
+
+def test_a_step_without_a_finite_gradient_changes_nothing(
+    fresh: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import tamis.train.block_adapter as module
+
+    calls = iter(range(1000))
+
+    def poisoned(teacher: torch.Tensor, student: torch.Tensor, layout: Any) -> Any:
+        found = compare(teacher, student, layout)
+        bad = torch.is_grad_enabled() and next(calls) == 2  # of the second step
+        return replace(found, rows=found.rows * float("inf")) if bad else found
+
+    monkeypatch.setattr(module, "compare", poisoned)
+    made = train_block_adapter(fresh, DATA, SETTINGS, tmp_path)
+    assert [p.skipped for p in made.history] == [False, True, False, False, False, False]
+    assert all(bool(torch.isfinite(t).all()) for t in weights(tmp_path).values())
+    assert made.info.result["after"]["kl"] < 10 and "step 2 had no finite gradient" in caplog.text
+
+
+def test_a_run_that_gives_no_numbers_any_more_is_given_up(
+    fresh: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tamis.train.block_adapter as module
+
+    def poisoned(teacher: torch.Tensor, student: torch.Tensor, layout: Any) -> Any:
+        found = compare(teacher, student, layout)
+        return replace(found, rows=found.rows * float("nan")) if torch.is_grad_enabled() else found
+
+    monkeypatch.setattr(module, "compare", poisoned)
+    with pytest.raises(Diverged, match="5 steps in a row, up to step 5"):
+        train_block_adapter(fresh, DATA, SETTINGS, tmp_path)
+    assert not (tmp_path / FILE).exists(), "no adapter of nothing"

@@ -131,6 +131,12 @@ class NotCached(TamisError, LookupError):
     code = "not_cached"
 
 
+class Diverged(TamisError, ArithmeticError):
+    """A training run no longer gives numbers."""
+
+    code = "diverged"
+
+
 class BrokenInvariant(TamisError, AssertionError):
     """A bug of Tamis: the books of a cache do not agree with what it holds."""
 

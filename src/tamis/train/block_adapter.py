@@ -29,7 +29,7 @@ from tamis.model.adapter_info import AdapterInfo, base_of, import_peft
 from tamis.model.source import LoadedModel
 from tamis.train.curve import write_curve
 from tamis.train.layouts import Example, Layout, Layouts
-from tamis.train.loop import Note, make_steps
+from tamis.train.loop import Note, make_steps, take_step
 from tamis.train.losses import compare, student_logits, teacher_logits
 from tamis.train.settings import TrainSettings
 from tamis.train.state import FILE as STATE_FILE
@@ -185,12 +185,10 @@ class _Run:
             kls.append(found.answer.detach())
         for group in self.optimiser.param_groups:
             group["lr"] = lr
-        torch.nn.utils.clip_grad_norm_([p for _, p in self.named], s.clip)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        taken = take_step(self.optimiser, [p for _, p in self.named], s.clip)
         state.step += 1
         mean_loss, mean_kl = (float(torch.stack(values).mean()) for values in (losses, kls))
-        state.history.append(Point(state.step, mean_loss, mean_kl, lr, time.monotonic() - began))
+        state.history.append(Point(state.step, mean_loss, mean_kl, lr, time.monotonic() - began, skipped=not taken))
 
     def check(self) -> dict[str, float]:
         """KL and agreement on the check questions, always the same layouts: of the first answer token, as evaluation

@@ -31,7 +31,7 @@ from tamis.model.family import geometry
 from tamis.model.rope import Rotary
 from tamis.model.source import LoadedModel
 from tamis.train.curve import write_curve
-from tamis.train.loop import Note, make_steps
+from tamis.train.loop import Note, make_steps, take_step
 from tamis.train.settings import ForecastSettings
 from tamis.train.state import FILE as STATE_FILE
 from tamis.train.state import Point, State, load_state, save_state
@@ -164,12 +164,11 @@ class _Run:
             kls.append(torch.stack(job.kl))
         for group in self.optimiser.param_groups:
             group["lr"] = lr
-        torch.nn.utils.clip_grad_norm_([p for _, p in self.named], s.clip)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        taken = take_step(self.optimiser, [p for _, p in self.named], s.clip)
         layers = torch.stack(kls).mean(0)
         state.step += 1
-        state.history.append(Point(state.step, float(layers.sum()), float(layers.mean()), lr, time.monotonic() - began))
+        loss, kl = float(layers.sum()), float(layers.mean())
+        state.history.append(Point(state.step, loss, kl, lr, time.monotonic() - began, skipped=not taken))
 
     def check(self) -> dict[str, float]:
         """KL and recall of the layers' own selections on held-out sequences, always the same rows; means of layers."""

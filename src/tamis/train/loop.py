@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
+
+from tamis.core.errors import Diverged
+from tamis.core.log import logger
 from tamis.train.state import State
 
 SAVE_S = 60.0  # seconds after which the state is saved, whatever the step
 SAVING_S = 5.0  # kept free for writing what was learnt
 CAUTION = 1.3  # the last check may take so much longer than the first
+MOST_SKIPPED = 5  # steps in a row without a finite gradient after which a run is given up
 Note = Callable[[int, int, str], None]
+log = logger("train")
 
 
 class Rates(Protocol):
@@ -36,10 +42,33 @@ class Learner(Protocol):
         """Keep where the run stands."""
 
 
+def take_step(optimiser: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], clip: float) -> bool:
+    """Clip the gradients' norm and step. False, and nothing is changed, where a gradient is not finite: one bad batch
+    must not turn every parameter into NaN."""
+    finite = bool(torch.isfinite(torch.nn.utils.clip_grad_norm_(parameters, clip)))
+    if finite:
+        optimiser.step()
+    optimiser.zero_grad(set_to_none=True)
+    return finite
+
+
+def _check_goes_on(state: State) -> None:
+    last = state.history[-1:]
+    if last and last[0].skipped:
+        log.warning("step %d had no finite gradient (loss %g) and was left out.", last[0].step, last[0].loss)
+    recent = state.history[-MOST_SKIPPED:]
+    if len(recent) == MOST_SKIPPED and all(point.skipped for point in recent):
+        raise Diverged(
+            f"{MOST_SKIPPED} steps in a row, up to step {state.step}, had no finite gradient; what was learnt before "
+            "them is kept. Lower --lr, give --dtype float32, or fewer --tokens, and another --out."
+        )
+
+
 def make_steps(learner: Learner, state: State, *, end: float | None, check_s: float, note: Note) -> bool:
     """Optimiser steps until all are made (False) or the next would end too late (True).
 
     end: when everything must be over, in `time.monotonic()`; check_s: what the check after the last step takes.
+    Raises Diverged after `MOST_SKIPPED` steps in a row without a finite gradient.
     """
     s, before_s = learner.settings, state.elapsed_s
     begin = saved = time.monotonic()
@@ -51,6 +80,7 @@ def make_steps(learner: Learner, state: State, *, end: float | None, check_s: fl
                 return True
             spent = 0.0 if end is None else (before_s + now - begin) / (before_s + end - begin)
             learner.step(state, s.rate(max(state.step / s.steps, spent)))
+            _check_goes_on(state)
             longest = max(longest, time.monotonic() - now)
             state.elapsed_s = before_s + time.monotonic() - begin
             if state.step % s.save_every == 0 or time.monotonic() - saved > SAVE_S:

@@ -55,7 +55,11 @@ def student_logits(model: Any, layout: Layout) -> torch.Tensor:
     """The model's logits [rows, V], each document seeing only itself: what `prefill="reuse"` computes."""
     device = next(model.parameters()).device
     ids = torch.tensor([layout.tokens], device=device)
-    made = model(ids, attention_mask=layout.mask(device), use_cache=False, logits_to_keep=layout.rows)
+    # added, and finite: with -inf a kernel meets whole blocks of keys that a row does not see before the first it does,
+    # and -inf minus -inf is no number
+    dtype = model.dtype
+    hidden = torch.zeros((), dtype=dtype, device=device).masked_fill(~layout.mask(device), torch.finfo(dtype).min)
+    made = model(ids, attention_mask=hidden, use_cache=False, logits_to_keep=layout.rows)
     logits: torch.Tensor = made.logits[0]
     return logits
 

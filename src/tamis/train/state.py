@@ -23,13 +23,14 @@ SCRATCH = ".training.safetensors"
 @dataclass(frozen=True)
 class Point:
     """One optimiser step of the loss curve. `loss` is what was minimised; `kl` is an adapter's answer rows' part of it,
-    a forecast's mean over the layers, in nats."""
+    a forecast's mean over the layers, in nats. `skipped`: its gradient was not finite, and nothing was changed."""
 
     step: int
     loss: float
     kl: float
     lr: float
     seconds: float
+    skipped: bool = False
 
 
 @dataclass

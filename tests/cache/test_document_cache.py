@@ -376,3 +376,24 @@ def test_the_disk_alone_is_a_cache_too(tmp_path: Path) -> None:
         cache.check()
     assert cache.statistics().tiers["disk"].evictions
     cache.close()
+
+
+def test_a_closed_cache_writes_and_computes_nothing(real: tuple[DocumentCache, list[Tier]], tmp_path: Path) -> None:
+    cache, _ = real
+    a, b = wanted(0), wanted(1)
+    cache.put([(a.key, payload(a))])
+    lease = cache.get([a])
+    before = sorted(str(p) for p in tmp_path.rglob("*.safetensors"))
+    cache.close()
+    cache.close()
+    for ask in (
+        lambda: cache.persist([a.key]),
+        lambda: cache.get([a], payload),
+        lambda: cache.put([(b.key, payload(b))]),
+        lambda: cache.pin([a], payload),
+        lambda: cache.own(3),
+    ):
+        with pytest.raises(InvalidInput, match="was closed"):
+            ask()
+    assert sorted(str(p) for p in tmp_path.rglob("*.safetensors")) == before
+    lease.close()

@@ -59,6 +59,7 @@ def test_what_is_allowed() -> None:
 def test_numbers_become_pythons_own() -> None:
     made = Options(n=np.int64(3), most=np.int32(7), share=np.float32(0.5))  # type: ignore[arg-type]
     assert [type(v) for v in (made.n, made.most, made.share)] == [int, int, float]
+    assert Options(on=np.bool_(True)).on is True  # type: ignore[arg-type]
     assert Policy(tile=np.int64(64)) == Policy(tile=64)  # type: ignore[arg-type]
     text = json.dumps(TrainSettings(steps=np.int64(3), lr=np.float64(0.5)).to_dict())  # type: ignore[arg-type]
     assert '"steps": 3' in text
@@ -73,6 +74,7 @@ def test_a_number_past_all_floats() -> None:
     ("choice", "says"),
     [
         ({"n": 1.5}, "n is 1.5; allowed is a whole number."),
+        ({"n": np.bool_(True)}, "allowed is a whole number."),
         ({"n": True}, "n is True; allowed is a whole number."),
         ({"most": "7"}, "most is '7'; allowed is a whole number or None."),
         ({"share": float("nan")}, "share is nan; allowed is a finite number."),

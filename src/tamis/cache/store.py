@@ -122,6 +122,7 @@ class DocumentCache:
         fresh = [new_policy(p) if isinstance(p, str) else p() for p in each]
         self._desk = Desk(Shelves([Shelf(t, p, clock, cost) for t, p in zip(tiers, fresh, strict=True)]))
         self._pinned: dict[Hashable, list[Entry]] = {}
+        self._closed = False
 
     def get(self, wanted: Iterable[Wanted], compute: Compute | None = None, *, timeout_s: float = TIMEOUT_S) -> Lease:
         """Hold the documents in the first tier, in the order given (twice the same is one copy), until the lease ends.
@@ -178,10 +179,12 @@ class DocumentCache:
 
     def persist(self, keys: Iterable[Hashable]) -> list[bool]:
         """Copy documents to the slowest tier, so that they outlive the process; whether each is there now."""
+        self._check_open()
         return [self._persist(key) for key in keys]
 
     def own(self, n_tokens: int) -> RequestPages:
         """Pages of the first tier for a request's own tokens, at documents' expense. Raises CacheFull."""
+        self._check_open()
         pages = RequestPages(self._desk)
         pages.extend(n_tokens)
         return pages
@@ -209,14 +212,19 @@ class DocumentCache:
             self._desk.shelves.check(others)
 
     def close(self) -> None:
-        """Let go of the disk tier's folder. Documents in memory are lost unless `persist` copied them."""
+        """Let go of the disk tier's folder. Documents in memory are lost unless `persist` copied them.
+
+        What is held stays readable; nothing can be asked for, stored or persisted any more. Safe to call twice.
+        """
         with self._desk.shelves.moving():
+            self._closed = True  # another process may own the folder from here on
             for shelf in self._desk.shelves.all:
                 shelf.tier.medium.close()
 
     def _acquire(
         self, rows: Sequence[Wanted], compute: Compute | None, timeout_s: float, *, counted: bool = True
     ) -> dict[Hashable, Entry]:
+        self._check_open()
         if not timeout_s >= 0:
             raise InvalidInput(f"timeout_s is {timeout_s}; allowed is 0 or more seconds.")
         wanted: dict[Hashable, int] = {}
@@ -237,6 +245,10 @@ class DocumentCache:
                     counts.tokens[origin] += wanted[key]
                     counts.documents[origin] += 1
         return request.held
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidInput("this cache was closed; open another one on the same folder.")
 
     def _let_go(self, held: Mapping[Hashable, Entry]) -> None:
         with self._desk.lock:

@@ -17,7 +17,7 @@ def check_fields(options: Any) -> None:
 
     Kinds are int, float (a whole number counts, infinity and NaN do not), bool, str, Path and None, alone or joined by
     "|"; a field annotated with anything else is left alone. True and False are no numbers. Numbers of other types than
-    Python's own, such as NumPy's, become int or float. The class must be defined under `from __future__ import
+    Python's own, such as NumPy's, become int, float or bool. The class must be defined under `from __future__ import
     annotations`, so that annotations are text.
     """
     for field in fields(options):
@@ -31,10 +31,17 @@ def check_fields(options: Any) -> None:
         if not isinstance(value, int | float) and isinstance(value, Real):
             # reports and digests are JSON, which has no NumPy numbers
             object.__setattr__(options, field.name, int(value) if isinstance(value, Integral) else float(value))
+        elif _truth(value) and not isinstance(value, bool):
+            object.__setattr__(options, field.name, bool(value))
 
 
 def _number(kind: Any) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kind) and not isinstance(value, bool) and _finite(value)
+
+
+def _truth(value: Any) -> bool:
+    """Whether it is True or False, also as a NumPy scalar."""
+    return isinstance(value, bool) or (type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"))
 
 
 def _finite(value: Any) -> bool:
@@ -47,7 +54,7 @@ def _finite(value: Any) -> bool:
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (_number(Integral), "a whole number"),
     "float": (_number(Real), "a finite number"),
-    "bool": (lambda value: isinstance(value, bool), "True or False"),
+    "bool": (_truth, "True or False"),
     "str": (lambda value: isinstance(value, str), "a text"),
     "Path": (lambda value: isinstance(value, PathLike), "a path"),
     "None": (lambda value: value is None, "None"),

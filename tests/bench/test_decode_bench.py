@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from tamis.bench import decode as module
-from tamis.bench import decode_check, decode_scene
+from tamis.bench import decode_check, decode_scene, decode_tune
 from tamis.bench.decode import DecodePlanned, bench_decode
 from tamis.bench.decode_clock import timed
 from tamis.bench.decode_scene import Scene, copied, full_functions
@@ -131,6 +132,33 @@ def test_contenders_are_timed_in_turn() -> None:
     order: list[str] = []
     found = timed({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, 3)
     assert [len(t) for t in found.values()] == [3, 3] and "".join(order) == "baabbaabbaab"
+
+
+@pytest.mark.parametrize("kernel", ["triton", "nvrtc"])
+def test_tuning_takes_the_fastest_of_each_launch(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are waits here, shorter for some cuts; one cut does not run."""
+    pytest.importorskip("triton")
+    real, told = decode_tune.module_of(kernel), list[str]()
+    wait = {"triton": {"iters": 2, "select_warps": 8, "attend": 16}}.get(
+        kernel, {"iters": 2, "every": 16, "cluster": 4, "split": 128, "stages": 2, "early": 2}
+    )
+
+    class Module:
+        cut_for = staticmethod(real.cut_for)
+
+        @staticmethod
+        def launches(*args: Any, cut: Any, scale: float) -> dict[str, Any]:
+            if cut.iters == 4:
+                raise InvalidInput("four is no number")
+            wrong = sum(getattr(cut, name) != best for name, best in wait.items())
+            names = ["score", "compact" if kernel == "triton" else "choose", "attend"]
+            return dict.fromkeys(names, lambda: time.sleep(2e-3 * wrong))
+
+    monkeypatch.setattr(decode_tune, "module_of", lambda name: Module)
+    monkeypatch.setattr(decode_tune, "ROUNDS", 1)
+    found = decode_tune.tuned(scene(), kernel, told.append)
+    assert {name: getattr(found["cut"], name) for name in wait} == wait
+    assert any("four is no number" in line for line in told) and any("tune up to attend: best" in x for x in told)
 
 
 def test_what_is_refused() -> None:

@@ -1,10 +1,12 @@
-// A CUDA kernel's source run on a CPU: a thread of the host for every thread of a block, blocks one after the other.
-// Whatever a warp does together (shuffles, votes, matrix instructions) is an exchange between two barriers.
+// CUDA kernels' source run on a CPU: a thread of the host for every thread of a block, blocks (or clusters of blocks) one
+// after the other, forwards or backwards. Whatever a warp does together (shuffles, votes, matrix instructions) is an
+// exchange between two barriers. An asynchronous copy is done when it is waited for and not before.
 #include <algorithm>
 #include <barrier>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <thread>
@@ -16,45 +18,68 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __shared__ static
+#define SHARED_IN_CLUSTER(kind, name) static kind name##_of_all[CLUSTER]; kind& name = name##_of_all[rank_]
 
+using std::max;
 using std::min;
 struct Index { int x, y, z; };
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
+struct float4 { float x, y, z, w; };
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 static thread_local Index threadIdx, blockIdx;
-static std::unique_ptr<std::barrier<>> block_barrier;
-static std::vector<std::unique_ptr<std::barrier<>>> warp_barriers;
-static uint64_t board[32][32][6];  // warp, lane, what it shows the others
+static thread_local int rank_;
+static int warps_of_block;
+static bool backwards;
+static std::unique_ptr<std::barrier<>> all_barrier;
+static std::vector<std::unique_ptr<std::barrier<>>> block_barriers, warp_barriers;
+static uint64_t board[64][32][6];  // warp, lane, what it shows the others
 
 static int lane_() { return threadIdx.x & 31; }
-static int warp_() { return threadIdx.x / 32; }
-static void __syncthreads() { block_barrier->arrive_and_wait(); }
+static int warp_() { return rank_ * warps_of_block + threadIdx.x / 32; }
+static void __syncthreads() { block_barriers[rank_]->arrive_and_wait(); }
 static void __syncwarp() { warp_barriers[warp_()]->arrive_and_wait(); }
+static void sync_cluster() { all_barrier->arrive_and_wait(); }
+static int rank_in_cluster() { return rank_; }
+template <class T> static const T& of_rank(const T& mine, int rank) { return (&mine - rank_)[rank]; }
+static void soon(const void*) {}
+static void wait_before() {}
+static void let_next() {}
+static void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 template <class T> static T as(const void* p) { T x; std::memcpy(&x, p, sizeof x); return x; }
 static float __uint_as_float(unsigned x) { return as<float>(&x); }
 static float __int_as_float(int x) { return as<float>(&x); }
+template <class T> static T __ldcg(const T* p) { return *p; }
 
-static float shown(float x, int lane) {
+template <class T> static T shown(T x, int lane) {
+  static_assert(sizeof(T) == 4);
   board[warp_()][lane_()][0] = as<unsigned>(&x);
   __syncwarp();
   const unsigned y = board[warp_()][lane][0];
   __syncwarp();
-  return __uint_as_float(y);
+  return as<T>(&y);
 }
-static float __shfl_sync(unsigned, float x, int lane) { return shown(x, lane & 31); }
-static float __shfl_xor_sync(unsigned, float x, int mask) { return shown(x, lane_() ^ mask); }
-static bool __any_sync(unsigned, bool x) {
-  board[warp_()][lane_()][0] = x;
-  __syncwarp();
-  bool any = false;
-  for (int i = 0; i < 32; i++) any |= board[warp_()][i][0] != 0;
-  __syncwarp();
-  return any;
+template <class T> static T __shfl_sync(unsigned, T x, int lane) { return shown(x, lane & 31); }
+template <class T> static T __shfl_xor_sync(unsigned, T x, int mask) { return shown(x, lane_() ^ mask); }
+template <class T> static T __shfl_up_sync(unsigned, T x, int n) { return shown(x, lane_() < n ? lane_() : lane_() - n); }
+template <class T> static T __shfl_down_sync(unsigned, T x, int n) {
+  return shown(x, lane_() + n > 31 ? lane_() : lane_() + n);
 }
+template <class F> static int together(int x, F join) {
+  board[warp_()][lane_()][0] = (unsigned)x;
+  __syncwarp();
+  int made = (int)board[warp_()][0][0];
+  for (int i = 1; i < 32; i++) made = join(made, (int)board[warp_()][i][0]);
+  __syncwarp();
+  return made;
+}
+static bool __any_sync(unsigned, bool x) { return together(x, [](int a, int b) { return a | b; }); }
+static int __reduce_add_sync(unsigned, int x) { return together(x, [](int a, int b) { return a + b; }); }
+static int __reduce_max_sync(unsigned, int x) { return together(x, [](int a, int b) { return max(a, b); }); }
 static int atomicAdd(int* p, int n) { return __atomic_fetch_add(p, n, __ATOMIC_SEQ_CST); }
 static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = (uint64_t)b << 32 | a;
@@ -63,6 +88,16 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   return made;
 }
 static float exp2_(float x) { return std::exp2(x); }
+
+struct Copy { void* to; const void* from; int bytes; };
+static thread_local std::vector<Copy> begun;
+static thread_local std::deque<std::vector<Copy>> flying;
+template <int BYTES> static void copy(void* to, const void* from) { begun.push_back({to, from, BYTES}); }
+static void commit() { flying.push_back(std::move(begun)), begun.clear(); }
+template <int FLYING> static void landed() {
+  for (; (int)flying.size() > FLYING; flying.pop_front())
+    for (const Copy& x : flying.front()) std::memcpy(x.to, x.from, x.bytes);
+}
 
 static unsigned rounded(float x) {
   unsigned bits = as<unsigned>(&x);
@@ -100,43 +135,45 @@ static unsigned transposed(unsigned x) {
   return made;
 }
 
-static void launch(int grid_x, int grid_y, int threads, const std::function<void()>& kernel) {
-  block_barrier = std::make_unique<std::barrier<>>(threads);
-  warp_barriers.clear();
-  for (int i = 0; i < threads / 32; i++) warp_barriers.push_back(std::make_unique<std::barrier<>>(32));
+static void launch(int grid_x, int grid_y, int threads, int cluster, const std::function<void()>& kernel) {
+  warps_of_block = threads / 32;
+  all_barrier = std::make_unique<std::barrier<>>(cluster * threads);
+  block_barriers.clear(), warp_barriers.clear();
+  for (int i = 0; i < cluster; i++) block_barriers.push_back(std::make_unique<std::barrier<>>(threads));
+  for (int i = 0; i < cluster * warps_of_block; i++) warp_barriers.push_back(std::make_unique<std::barrier<>>(32));
   std::vector<std::thread> host;
-  for (int i = 0; i < threads; i++)
+  for (int i = 0; i < cluster * threads; i++)
     host.emplace_back([=] {
-      threadIdx = {i, 0, 0};
-      for (int y = 0; y < grid_y; y++)
-        for (int x = 0; x < grid_x; x++) {
-          blockIdx = {x, y, 0};
-          kernel();
-          block_barrier->arrive_and_wait();
-        }
+      threadIdx = {i % threads, 0, 0};
+      rank_ = i / threads;
+      const int clusters = grid_x / cluster * grid_y;
+      for (int k = 0; k < clusters; k++) {
+        const int at = backwards ? clusters - 1 - k : k;
+        blockIdx = {at % (grid_x / cluster) * cluster + rank_, at / (grid_x / cluster), 0};
+        kernel();
+        all_barrier->arrive_and_wait();
+      }
     });
   for (auto& thread : host) thread.join();
 }
 
-#include KERNEL
+#include SHARED
+#include CHOOSE
+#include ATTEND
 
-template <class T> static T at_(void** p, int i) { return (T)p[i]; }
-
-extern "C" void run_score(int x, int y, void** p, int* n) {
-  launch(x, y, 256, [=] {
-    score(at_<u32*>(p, 0), at_<u32*>(p, 1), at_<float*>(p, 2), at_<float*>(p, 3), at_<int*>(p, 4), at_<int*>(p, 5),
-          at_<int*>(p, 6), at_<unsigned short*>(p, 7), at_<int*>(p, 8), n[0], n[1], n[2], n[3], n[4], n[5]);
-  });
+// a kernel's arguments are pointers, then ints: every one of them is handed over in a word of its own
+template <class T> static T argument(void** p, int i) {
+  if constexpr (std::is_pointer_v<T>) return (T)p[i];
+  else return (T)(intptr_t)p[i];
 }
-#if G == 32
-extern "C" void run_attend(int x, int y, void** p, int* n) {
-  launch(x, y, 32, [=] {
-    attend(at_<unsigned short*>(p, 0), at_<u32*>(p, 1), at_<u32*>(p, 2), at_<float*>(p, 3), at_<char*>(p, 4),
-           at_<char*>(p, 5), at_<char*>(p, 6), at_<u32*>(p, 7), at_<u32*>(p, 8), at_<uint4*>(p, 9),
-           at_<unsigned short*>(p, 10), at_<unsigned short*>(p, 11), at_<int*>(p, 12), at_<int*>(p, 13),
-           at_<int*>(p, 14), at_<uint4*>(p, 15), at_<uint4*>(p, 16), at_<int*>(p, 17), at_<long long*>(p, 18),
-           at_<float*>(p, 19), at_<float*>(p, 20), at_<float*>(p, 21), n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7],
-           n[8], n[9], n[10], n[11], n[12], n[13]);
-  });
+template <class... T, size_t... I>
+static void apply(void (*kernel)(T...), void** p, std::index_sequence<I...>) { kernel(argument<T>(p, I)...); }
+template <class... T>
+static void run(void (*kernel)(T...), int x, int y, int threads, int cluster, void** p) {
+  launch(x, y, threads, cluster, [=] { apply(kernel, p, std::index_sequence_for<T...>{}); });
 }
-#endif
+extern "C" void go_backwards(int yes) { backwards = yes; }
+extern "C" void run_prepare(int x, int y, void** p) { run(prepare, x, y, 128, 1, p); }
+extern "C" void run_score(int x, int y, void** p) { run(score, x, y, 128, 1, p); }
+extern "C" void run_choose(int x, int y, void** p) { run(choose, x, y, CHOOSERS, CLUSTER, p); }
+extern "C" void run_attend(int x, int y, void** p) { run(attend, x, y, 32 * WARPS, 1, p); }

@@ -11,7 +11,7 @@ from tamis.cache.selfindex.sequence import CodedSequence
 from tamis.core.errors import InvalidInput
 from tamis.kernels.selfindex import Part, Records, Tables
 from tamis.kernels.selfindex_arena import Arena, Held, Workspace
-from tamis.kernels.selfindex_dispatch import reasons, selfindex_append, selfindex_decode
+from tamis.kernels.selfindex_dispatch import ON_A_GPU, reasons, selfindex_append, selfindex_decode
 
 SPARE = 1024  # tokens that an arena has room for beside those it is made of; then it is made anew
 
@@ -49,7 +49,7 @@ class ArenaReader:
             there = (name for name, why in reasons(q, arena).items() if why is None)
             self.kernel = next(there) if self._asked == "auto" else self._asked
         count, work = budget.count(sequence.n_tokens), None
-        if self.kernel == "triton":
+        if self.kernel in ON_A_GPU:
             most = budget.count(sequence.n_compressed + self._spare)
             work = self._workspace(arena, q, most)
         return selfindex_decode(q, arena, count=count, scale=scale, work=work, kernel=self.kernel)[0]

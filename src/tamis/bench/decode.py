@@ -34,7 +34,6 @@ MEASURES = ("attention", "token", "prefill")
 CALLS = 10  # of a captured graph where one is short
 MARGIN = 6 << 30  # bytes of a GPU that caches leave free
 OURS = "selfindex"
-SPLIT = 128  # records a program attends to, unless tuned
 
 Note = Callable[[str], None]
 Keep = Callable[[list[Row]], Any]
@@ -112,7 +111,7 @@ def bench_decode(plan: DecodePlanned, note: Note = lambda _: None, keep: Keep = 
     """
     shape, where = shape_of(plan.shape), device_of(plan.device)
     if plan.tune and where.type != "cuda":
-        raise InvalidInput("tune is for the Triton kernels and the device is no GPU; leave it out.")
+        raise InvalidInput("tune is for the kernels of a GPU and the device is no GPU; leave it out.")
     if where.type != "cuda":
         note("no GPU is used: the paths of a CPU are timed, float32")
     cases: list[Case] = []
@@ -188,12 +187,12 @@ def _fastest(case: Case, scene: Scene, plan: DecodePlanned, note: Note) -> _Step
         try:
             work = None
             if kernel in ON_A_GPU:
-                work = Workspace.reserve(scene.arena, scene.shape.heads, scene.count, split=SPLIT, dtype=scene.q.dtype)
+                work = Workspace.reserve(scene.arena, scene.shape.heads, scene.count, dtype=scene.q.dtype)
             step = _Step(work, kernel)
             errors = decode_check.check(scene, kernel, work)
             if plan.tune and not plan.check_only:
                 step = replace(step, **tuned(scene, kernel, note))
-                errors = decode_check.check(scene, kernel, step.work)
+                errors = decode_check.check(scene, kernel, step.work, step.cut)
         except Exception as e:  # a kernel that is wrong, or does not run here, leaves the others
             case.notes.append(f"{kernel} is left out: {why_of(e)}")
             note(f"{case.name}: {case.notes[-1]}")

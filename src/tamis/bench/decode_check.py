@@ -5,9 +5,12 @@ Each error has a limit; nothing is timed behind one that is passed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tamis.bench.decode_scene import Scene
+from tamis.bench.decode_tune import module_of
 from tamis.core.errors import TamisError
 from tamis.kernels.reference import selfindex as reference
 from tamis.kernels.selfindex import Part, Records, Tables
@@ -27,13 +30,17 @@ LIMITS = {
 TOKENS = 4096  # of a slice that is compressed twice
 
 
-def errors_of(scene: Scene, kernel: str, work: Workspace | None = None) -> dict[str, float]:
-    """Errors by name; those of a step on a GPU also look into `work`, which must be given for it."""
+def errors_of(scene: Scene, kernel: str, work: Workspace | None = None, cut: Any = None) -> dict[str, float]:
+    """Errors by name; those of a step on a GPU also look into `work`, which must be given for it, as is its `cut`."""
     with torch.inference_mode():
         found = _compress(scene)
-        out, lse = selfindex_decode(
-            scene.q, scene.arena, count=scene.count, scale=scene.scale, work=work, kernel=kernel
-        )
+        if work is None or cut is None:
+            out, lse = selfindex_decode(
+                scene.q, scene.arena, count=scene.count, scale=scene.scale, work=work, kernel=kernel
+            )
+        else:
+            work.count.fill_(scene.count)
+            out, lse = module_of(kernel).selfindex_decode(scene.q, scene.arena, work, scale=scene.scale, cut=cut)
         rows = sorted({(0, 0), (scene.q.shape[0] - 1, scene.shape.kv_heads - 1)})
         for b, h in rows:
             made = _row(scene, b, h, out, lse, work if kernel in ON_A_GPU else None)
@@ -47,9 +54,9 @@ def refused(found: dict[str, float]) -> str | None:
     return "it disagrees with the reference: " + ", ".join(bad) if bad else None
 
 
-def check(scene: Scene, kernel: str, work: Workspace | None = None) -> dict[str, float]:
+def check(scene: Scene, kernel: str, work: Workspace | None = None, cut: Any = None) -> dict[str, float]:
     """`errors_of`, or TamisError if one passes its limit."""
-    found = errors_of(scene, kernel, work)
+    found = errors_of(scene, kernel, work, cut)
     if why := refused(found):
         raise TamisError(f"{kernel}: {why}.")
     return found

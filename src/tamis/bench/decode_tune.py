@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from tamis.bench.decode_clock import timed
-from tamis.bench.decode_scene import Scene
+from tamis.bench.decode_scene import Scene, copied, copies_of
 from tamis.bench.machine import why_of
-from tamis.kernels.selfindex_arena import Workspace
+from tamis.core.errors import TamisError
+from tamis.kernels.selfindex_arena import Arena, Workspace
 
 ROUNDS, CALLS = 10, 10
 SCORE = [(128, 4), (64, 2), (32, 1)]  # quarter of a step's slots, warps
@@ -26,8 +27,14 @@ ATTEND: list[tuple[int, int, int, int | None]] = [
     (32, 32, 1, None), (32, 32, 1, 168), (16, 32, 1, 168), (64, 32, 1, None), (32, 32, 2, None), (32, 64, 4, 128),
     (32, 64, 4, None), (64, 64, 4, 168), (64, 64, 4, None), (64, 64, 4, 128), (64, 64, 8, 128), (128, 64, 8, 128),
 ]  # fmt: skip
-RESIDENT = (8, 10, 12, 16)  # programs on an SM
 SPLITS = (64, 128, 256, 512)
+# of the CUDA C++ kernels: slots of which one is counted; programs of a row that choose, threads of each; steps of
+# records on their way and programs on an SM; launches that may begin early
+EVERY, STAGES = (8, 16, 1, 0), [(3, 3), (2, 3), (4, 3), (3, 4), (2, 4), (3, 2)]
+CHOOSERS = [(8, 512), (8, 1024), (4, 512), (4, 1024), (2, 1024), (1, 1024)]
+EARLY = (0, 1, 2)
+
+Tried = tuple[Workspace, Any]
 
 
 def module_of(kernel: str) -> Any:
@@ -38,23 +45,26 @@ def module_of(kernel: str) -> Any:
 def tuned(scene: Scene, kernel: str, note: Callable[[str], None]) -> dict[str, Any]:
     """{"work", "cut"}: a workspace of the best splits, and the best cut of a kernel's module.
 
-    Times are of launches from a warm cache where one layer fits it, so tune on a case that does not.
+    A launch is timed with all before it, over so many arenas that none of them stays in the device's own cache.
     """
-    module = module_of(kernel)
-    heads, dtype = scene.shape.heads, scene.q.dtype
-    works = {n: Workspace.reserve(scene.arena, heads, scene.count, split=n, dtype=dtype) for n in SPLITS}
+    module, heads, dtype = module_of(kernel), scene.shape.heads, scene.q.dtype
+    splits = SPLITS if kernel == "triton" else SPLITS[:1]
+    works = {n: Workspace.reserve(scene.arena, heads, scene.count, split=n, dtype=dtype) for n in splits}
     for work in works.values():
         work.count.fill_(scene.count)
-    default, middle = module.cut_for(scene.arena), works[256]
-    block = scene.arena.room.block
-    best = functools.partial(_best, scene, module, note=note)
-    if kernel == "nvrtc":
-        selects = [(middle, replace(default, rest=replace(default.rest, select_warps=w))) for w in SELECT]
-        cut = best("compact", selects)[1]
-        cut = best("score", [(middle, replace(cut, iters=i)) for i in ITERS])[1]
-        pairs = [(works[s], replace(cut, resident=r)) for r, s in itertools.product(RESIDENT, SPLITS)]
-        work, cut = best("attend", pairs)
-        return {"work": work, "cut": cut}
+    others = copies_of(scene.arena.nbytes, scene.q.device) - 1
+    arenas = [scene.arena, *(copied(scene.arena) for _ in range(others))]
+    best = functools.partial(_best, scene, arenas, module, note=note)
+    default = module.cut_for(scene.arena)
+    if kernel == "triton":
+        work, cut = _tuned_triton(default, works, best, scene.arena.room.block)
+    else:
+        work, cut = _tuned_nvrtc(default, works[64], best)
+    return {"work": work, "cut": cut}
+
+
+def _tuned_triton(default: Any, works: dict[int, Workspace], best: Callable[..., Tried], block: int) -> Tried:
+    middle = works[256]
     scores = [
         (middle, replace(default, score=n, score_warps=w, iters=i))
         for (n, w), i in itertools.product(SCORE, ITERS)
@@ -66,33 +76,50 @@ def tuned(scene: Scene, kernel: str, note: Callable[[str], None]) -> dict[str, A
         (works[s], replace(cut, attend=n, whole=v, attend_warps=w, registers=r))
         for (n, v, w, r), s in itertools.product(ATTEND, SPLITS)
     ]
-    work, cut = best("attend", attends)
-    return {"work": work, "cut": cut}
+    return best("attend", attends)
+
+
+def _tuned_nvrtc(default: Any, work: Workspace, best: Callable[..., Tried]) -> Tried:
+    cut = best("score", [(work, replace(default, iters=i)) for i in ITERS])[1]
+    cut = best("choose", [(work, replace(cut, every=n)) for n in EVERY])[1]
+    cut = best("choose", [(work, replace(cut, cluster=c, choosers=t)) for c, t in CHOOSERS])[1]
+    attends = [(work, replace(cut, split=s, stages=n, resident=r)) for (n, r), s in itertools.product(STAGES, SPLITS)]
+    cut = best("attend", attends)[1]
+    return best("attend", [(work, replace(cut, early=n)) for n in EARLY])
 
 
 def _best(
-    scene: Scene, module: Any, name: str, tried: Iterable[tuple[Workspace, Any]], *, note: Callable[[str], None]
-) -> tuple[Workspace, Any]:
-    """The pair whose launch `name` is fastest; what cannot run is said and passed over."""
-    found: list[tuple[float, tuple[Workspace, Any]]] = []
+    scene: Scene, arenas: list[Arena], module: Any, name: str, tried: Iterable[Tried], *, note: Callable[[str], None]
+) -> Tried:
+    """The pair with which a step is fastest up to launch `name`; what cannot run is said and passed over."""
+    found: list[tuple[float, Tried]] = []
     for work, cut in tried:
         try:
-            seconds = _seconds(scene, module, name, work, cut)
+            seconds = _seconds(scene, arenas, module, name, work, cut)
         except Exception as e:  # whatever a compiler or a launch raises
             note(f"tune {name} {cut} split {work.split}: {why_of(e)}")
             continue
-        note(f"tune {name} {seconds * 1e6:8.2f} us  split {work.split}  {cut}")
+        note(f"tune up to {name} {seconds * 1e6:8.2f} us  split {work.split}  {cut}")
         found.append((seconds, (work, cut)))
+    if not found:
+        raise TamisError(f"no cut of {name} could be timed; the reasons are noted.")
     best = min(found, key=lambda pair: pair[0])
-    note(f"tune {name}: best {best[0] * 1e6:.2f} us with split {best[1][0].split}, {best[1][1]}")
+    note(f"tune up to {name}: best {best[0] * 1e6:.2f} us with split {best[1][0].split}, {best[1][1]}")
     return best[1]
 
 
-def _seconds(scene: Scene, module: Any, name: str, work: Workspace, cut: Any) -> float:
+def _seconds(scene: Scene, arenas: list[Arena], module: Any, name: str, work: Workspace, cut: Any) -> float:
+    """Of a layer's step up to launch `name`."""
     out = torch.empty_like(scene.q)
     lse = torch.empty(scene.q.shape[:-1], device=scene.q.device)
-    made = module.launches(scene.q, scene.arena, work, out, lse, scale=scene.scale, cut=cut)
-    for launch in made.values():  # so that the launch finds what those before it leave
+    made = [module.launches(scene.q, a, work, out, lse, scale=scene.scale, cut=cut) for a in arenas]
+    names = list(made[0])
+
+    def run() -> None:
+        for one in made:
+            for launch in names[: names.index(name) + 1]:
+                one[launch]()
+
+    for launch in made[0].values():  # so that the launches find what those behind them leave
         launch()
-    torch.cuda.synchronize()
-    return median(timed({name: made[name]}, scene.q.device, ROUNDS, calls=CALLS)[name])
+    return median(timed({name: run}, scene.q.device, ROUNDS, calls=CALLS)[name]) / len(arenas)

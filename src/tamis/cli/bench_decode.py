@@ -26,7 +26,7 @@ def decode(
         str, typer.Option(help="auto: the fastest that is right. Or triton, nvrtc, cpu, reference.")
     ] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds after a warm-up; medians are reported.")] = 20,
-    tune: Annotated[bool, typer.Option("--tune", help="First find the best cuts of the Triton kernels.")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="First find the best cuts of the kernels.")] = False,
     check_only: Annotated[bool, typer.Option("--check-only", help="Compare with the reference, time nothing.")] = False,
     results: Results = None,
     device: Device = None,

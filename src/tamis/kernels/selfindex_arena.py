@@ -24,6 +24,7 @@ from tamis.kernels.selfindex import CELLS, GROUP, Layout, Part, Records, Tables
 Angles = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # offsets → cos, sin float32 [.., R/2]
 CHUNK = 2048  # slots of a program that chooses
 TALLY = 128 + 512  # counters of a row: of the two parts of a key
+FULL = 1024  # programs of attention that fill a large GPU
 PAIR = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -306,7 +307,8 @@ class Workspace:
     turned, spread  [B, P, Hq, D] of q's dtype: the query in stored order, and times the residuals' spread
     bias   float32 [B, P, Hq]
     keys   int16 [B H, N]: scores as 16-bit numbers, 0 where a record may not be chosen
-    tally  int32 [B H, 640 + chunks]: how many keys have each high part; each low part beside the bar's; chunks' counts
+    tally  int32 [B H, 640 + chunks]: how many keys have each high part; each low part beside the bar's; chunks' counts.
+           The CUDA C++ kernels count a sample of the keys, and behind it the programs that are done
     chosen int32 [B H, most]: slots in order; n_chosen int32 [B H]
     count  int32 [B]: how many to choose
     part   float32 [B Hq, S, D]: a split's output times its denominator
@@ -336,17 +338,21 @@ class Workspace:
         heads: int,
         most: int,
         *,
-        split: int = 128,
+        split: int | None = None,
         wholes: int = 4,
         dtype: torch.dtype | None = None,
     ) -> Workspace:
         """For steps of `heads` query heads that choose at most `most` records, `split` of them a program.
 
-        The whole tokens are shared by `wholes` programs.
+        None: 128, or 64 where that would not fill a GPU. The whole tokens are shared by `wholes` programs.
         """
         room, layout, device = arena.room, arena.layout, arena.device
         b, h, p = room.requests, room.kv_heads, room.parts
         most = max(1, min(most, room.slots))
+        if split is None:
+            split = 128
+            while split > 64 and b * h * most < split * FULL:
+                split //= 2
         splits = -(-most // split) + wholes
         dtype = arena.keys.dtype if dtype is None else dtype
 

@@ -39,7 +39,7 @@ def selfindex_decode(
     q      [B, Hq, 1, D], turned at absolute positions; its keys are in the arena already (`Arena.append`). On a GPU
            bf16, fp16 or fp32, the dtype of the arena
     count  records for every sequence; or int32 [B] on q's device, which is read during the step: a captured graph
-           then serves any counts up to what `work` was reserved for
+           then serves any counts up to what `work` was reserved for. `work.count` itself saves a copy
     work   from `Workspace.reserve`, shared by the layers of a model; made for this call if None, which a captured graph
            must not do
     Returns out [B, Hq, 1, D] (`out` if given) and the natural log-sum-exp [B, Hq, 1] in float32; 0 and -inf where a
@@ -57,7 +57,8 @@ def selfindex_decode(
         most = int(count.max()) if isinstance(count, torch.Tensor) else count
         work = Workspace.reserve(arena, q.shape[1], most, dtype=q.dtype)
     if isinstance(count, torch.Tensor):
-        work.count.copy_(count)
+        if count is not work.count:
+            work.count.copy_(count)
     else:
         if min(count, arena.room.slots) > work.chosen.shape[1]:
             raise InvalidInput(
@@ -188,6 +189,8 @@ def _nvrtc_refuses(q: torch.Tensor, arena: Arena) -> str | None:
     layout = arena.layout
     if q.device.type != "cuda" or torch.version.hip or not hasattr(torch.cuda, "_compile_kernel"):
         return f"PyTorch compiles it for an NVIDIA GPU; the tensors are on {q.device}, torch is {torch.__version__}"
+    if (sm := torch.cuda.get_device_capability(q.device)) < (9, 0):
+        return f"the GPU is sm_{sm[0]}{sm[1]}, and clusters of programs need sm_90"
     if q.dtype != torch.bfloat16 or (layout.head_dim, layout.scale_channels) != (128, 32):
         return f"it is for bfloat16, head_dim 128 and scales of 32 channels; these are {q.dtype}, {layout}"
     if (group := q.shape[1] // arena.room.kv_heads) > 8:
@@ -206,7 +209,7 @@ def _nothing_refused(q: torch.Tensor, arena: Arena) -> str | None:
 # best first; under the interpreter Triton is thousands of times slower than PyTorch: tests ask for it by name
 _REFUSES: dict[str, Callable[[torch.Tensor, Arena], str | None]] = {
     "cpu": _cpu_refuses,
-    "nvrtc": _nvrtc_refuses,  # a step of 8 x 65,536 tokens on an H200: 163 us, 204 by Triton (results/decode.csv)
+    "nvrtc": _nvrtc_refuses,  # four launches instead of six, about half the instructions (results/decode.csv)
     "triton": _triton_refuses,
     "reference": _nothing_refused,
 }

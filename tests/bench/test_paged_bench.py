@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,6 +36,40 @@ def test_both_cases_are_timed_and_compared() -> None:
         assert set(measured["runs"][PLAIN]["overhead"].values()) == {0.0}
         assert measured["runs"][TURNED]["ms"] > 0 and len(measured["runs"]) == 3
     assert rows[1].p50 == pytest.approx(made["measured"][0]["runs"][TURNED]["ms"])
+
+
+def test_times_are_paired_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    # a clock that slows down by a hundredth at every call: both sides must meet the same of it
+    order: list[str] = []
+
+    def timer(run: Any) -> Any:
+        while True:
+            order.append(run)
+            yield {PLAIN: 1.0, TURNED: 1.02}[run] * (1 + 0.01 * len(order))
+
+    monkeypatch.setattr(paged, "_on_gpu", timer)
+    runs: Any = {PLAIN: PLAIN, TURNED: TURNED}
+    made = paged.times(runs, 20, torch.device("cuda"))
+    assert order[:8] == [TURNED, PLAIN, PLAIN, TURNED, PLAIN, TURNED, TURNED, PLAIN]
+    assert all(a / b == pytest.approx(1.02) for a, b in zip(made[TURNED], made[PLAIN], strict=True))
+    assert len(made[PLAIN]) == 20
+
+
+def test_a_noisy_gpu_is_timed_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timer(run: str, noise: float) -> Any:
+        draw = np.random.default_rng(len(run))
+        while True:
+            yield 1 + noise * draw.standard_normal()
+
+    runs: Any = {PLAIN: PLAIN, TURNED: TURNED}
+    lengths = []
+    for noise in (0.0005, 0.01, 0.5):
+        monkeypatch.setattr(paged, "_on_gpu", lambda run, noise=noise: timer(run, noise))
+        made = paged.times(runs, 10, torch.device("cuda"))
+        lengths.append(len(made[PLAIN]))
+        low, high = paged.interval(made[TURNED], made[PLAIN])
+        assert high - low <= 2 * paged.PRECISION or lengths[-1] == 100
+    assert lengths[0] == 10 < lengths[1] < 100 == lengths[2]
 
 
 def test_what_is_counted() -> None:
@@ -116,5 +151,6 @@ def test_what_a_cpu_cannot_do() -> None:
 @pytest.mark.gpu
 def test_cuts_on_a_gpu() -> None:
     made = bench_paged(["prefill/2x300/200", "decode/2x300/b3"], rounds=2, tune=True, device="cuda")
-    assert [m["provider"] for m in made["measured"]] == ["triton"] * 2
+    left = [what for what in made["left_out"] if what.endswith("/gluon")]  # where the GPU is not for it
+    assert [m["provider"] for m in made["measured"]] == ["gluon"] * (not left) + ["triton"] * 2
     assert made["tuned"] and not [why for why in made["left_out"].values() if "disagrees" in why]

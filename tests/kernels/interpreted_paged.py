@@ -30,14 +30,14 @@ def broken(kind: str, scene: Scene) -> Scene:
 
 
 def prefill(scene: Scene, kernel: str = "triton") -> dict[str, float]:
-    """Errors of the first request; for the Triton kernels also against the reference that rounds as they do."""
+    """Errors of the first request; for kernels of a GPU also against the reference that rounds as they do."""
     from tamis.kernels.paged_dispatch import paged_attention
     from tamis.kernels.reference import paged as reference
 
     args = scene.q[0], scene.keys, scene.values, scene.tiles[0].to(scene.keys.device), scene.lists()
     made = paged_attention(*args, scale=scene.shape.scale, kernel=kernel)
     found = worst(made, scene.expected[0])
-    if kernel == "triton":
+    if kernel in ("triton", "gluon"):
         found |= against(made, reference.paged_attention(*args, scale=scene.shape.scale, rounded=True))
         found |= share_of_bound(made, scene, 0)
     return found

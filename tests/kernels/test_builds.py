@@ -15,6 +15,7 @@ KERNELS = {
     "triton.tile_lists": "kernel",
     "triton.tile_statistics": "kernel",
     "gluon.block_sparse": "kernel",
+    "gluon.paged_prefill": "kernel",
 }
 
 

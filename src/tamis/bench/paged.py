@@ -4,8 +4,9 @@ Documents stored at positions from 0 stand behind a prefix, so that all of them 
 ("prefill/5x4096/2048": five documents of 4,096 tokens, 2,048 query rows of one request), or 77 tokens of each of
 several requests that take a decode step ("decode/5x4096/b64": 64 requests, each over its own copy of the documents,
 so that all of it is read). One layer. A provider is timed only after it has agreed, on the inputs that are timed, with
-dense float64 attention over keys turned into place. Both sides run in turn, so that a change of clocks meets both
-alike; on a GPU from CUDA graphs. "Without" is the same kernel with the rotation compiled out, on tiles of one run.
+dense float64 attention over keys turned into place; on a GPU from CUDA graphs. "Without" is the same kernel with the
+rotation compiled out, on tiles of one run. A round times all sides in turn and once more backwards, so that clocks that
+drift meet all alike; on a GPU rounds go on until the median of what turning costs is known to `PRECISION`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tamis.bench.machine import device_of, why_of
@@ -31,7 +33,8 @@ GPU_CASES = ("prefill/5x4096/2048", "decode/5x4096/b64")
 CPU_CASES = ("prefill/3x512/256", "decode/3x512/b4")
 PREFIX, OWN, PAGE, BASE = 128, 77, 128, 5e5
 GPU_CALLS = 10  # of a captured graph
-WARMUP = 3  # rounds
+WARMUP, MOST_ROUNDS = 3, 10  # rounds, and how many times those asked for
+PRECISION = 0.003  # half the interval of the median overhead, of the time without turning
 LIMITS = {torch.bfloat16: (0.02, 0.005), torch.float32: (1e-4, 1e-5)}  # as `bench.attention` has them
 CUTS = {  # what --tune tries: `Cut` of the Triton kernels
     "prefill": ((128, 64, 4, 2, True), (128, 64, 4, 3, True), (128, 64, 8, 2, True), (128, 128, 8, 2, True),
@@ -40,8 +43,10 @@ CUTS = {  # what --tune tries: `Cut` of the Triton kernels
                (32, 4, 5, True)),
 }  # fmt: skip
 PLAIN, TURNED = "without", "turned"
+PROVIDERS = {"prefill": ("gluon", "triton"), "decode": ("triton",)}  # on a GPU
 
 Run = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+Cut = Sequence[Any] | None
 _CASE = re.compile(r"(prefill|decode)/(\d+)x(\d+)/(b?)(\d+)")
 
 
@@ -177,12 +182,12 @@ class Inputs:
         return scores.softmax(-1) @ v
 
 
-def runs_of(x: Inputs, kernel: str, cut: Sequence[Any] | None = None) -> dict[str, Run]:
+def runs_of(x: Inputs, kernel: str, cut: Cut = None) -> dict[str, Run]:
     """What is timed: `TURNED` against `PLAIN`, and what lies between. Cuts are of the Triton kernel."""
     return _decode_runs(x, kernel, cut) if x.case.phase == "decode" else _prefill_runs(x, kernel, cut)
 
 
-def _prefill_runs(x: Inputs, kernel: str, cut: Sequence[Any] | None) -> dict[str, Run]:
+def _prefill_runs(x: Inputs, kernel: str, cut: Cut) -> dict[str, Run]:
     device, tiles = x.q.device, x.tiles[0]
     plain = replace(tiles, table=tiles.table.clone(), cos=None, sin=None)
     plain.table[:, DOCUMENT] = ABSOLUTE
@@ -201,7 +206,7 @@ def _prefill_runs(x: Inputs, kernel: str, cut: Sequence[Any] | None) -> dict[str
     }
 
 
-def _decode_runs(x: Inputs, kernel: str, cut: Sequence[Any] | None) -> dict[str, Run]:
+def _decode_runs(x: Inputs, kernel: str, cut: Cut) -> dict[str, Run]:
     count, requests = sum(len(t.table) for t in x.tiles), len(x.tiles)
     room = Room(requests, count, count, requests * x.case.documents, page=PAGE, rotary_dims=x.heads.dim)
     roomy = DecodePlan.reserve(room, x.q.device)
@@ -214,8 +219,9 @@ def _decode_runs(x: Inputs, kernel: str, cut: Sequence[Any] | None) -> dict[str,
 
         attend = functools.partial(paged_decode.paged_decode, cut=paged_decode.Cut(*cut))
     run = functools.partial(attend, x.q, x.keys, x.values, scale=x.scale, out=torch.empty_like(x.q))
+    plain = replace(fitted, tiles=replace(fitted.tiles, cos=None, sin=None), scratch={})
     return {
-        PLAIN: functools.partial(run, plan=replace(fitted, tiles=replace(fitted.tiles, cos=None, sin=None))),
+        PLAIN: functools.partial(run, plan=plain),
         TURNED: functools.partial(run, plan=fitted),
         "turned, room for a split a page": functools.partial(run, plan=roomy),
     }
@@ -244,15 +250,28 @@ def fault(x: Inputs, run: Run) -> str | None:
 
 
 def times(runs: dict[str, Run], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of one call of each, round by round, in turn."""
-    timers = {name: _on_gpu(run) if device.type == "cuda" else _on_cpu(run) for name, run in runs.items()}
+    """Seconds of one call of each, round by round; on a GPU more rounds while the overhead is not known well enough."""
+    gpu = device.type == "cuda"
+    timers = {name: _on_gpu(run) if gpu else _on_cpu(run) for name, run in runs.items()}
     found: dict[str, list[float]] = {name: [] for name in runs}
-    for i in range(WARMUP + rounds):
-        for name in list(timers) if i % 2 else reversed(list(timers)):
-            seconds = next(timers[name])
-            if i >= WARMUP:
-                found[name].append(seconds)
+    for i in range(1 - WARMUP, (rounds * MOST_ROUNDS if gpu else rounds) + 1):
+        order = list(timers) if i % 2 else list(timers)[::-1]
+        made = [(name, next(timers[name])) for name in (*order, *reversed(order))]
+        if i > 0:
+            for name, own in found.items():
+                own.append(sum(s for n, s in made if n == name) / 2)
+        if i >= rounds and i % 10 == 0:
+            low, high = interval(found[TURNED], found[PLAIN])
+            if high - low <= 2 * PRECISION:
+                break
     return found
+
+
+def interval(seconds: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """Where the median of the overhead lies: 95 % of those of 2,000 samples of the rounds, drawn with replacement."""
+    drawn = np.random.default_rng(0).choice(np.asarray(seconds) / np.asarray(others) - 1, (2000, len(seconds)))
+    low, high = np.quantile(np.median(drawn, 1), (0.025, 0.975)).tolist()
+    return low, high
 
 
 def _on_cpu(run: Run) -> Iterator[float]:
@@ -286,7 +305,7 @@ class Measured:
     provider: str
     seconds: dict[str, list[float]]
     work: float
-    cut: Sequence[Any] | None = None
+    cut: Cut = None
     unit: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -313,11 +332,12 @@ class Measured:
                 "ms": median(own) * 1e3,
                 self.unit: self.work / median(own) / 1e12,
                 "overhead": dict(zip(("p20", "p50", "p80"), quantiles(self.overhead(name)), strict=True)),
+                "interval": interval(own, self.seconds[PLAIN]),
             }
             for name, own in self.seconds.items()
         }
-        cut = None if self.cut is None else list(self.cut)
-        return {"case": str(self.case), "provider": self.provider, "cut": cut, "runs": runs}
+        cut, rounds = None if self.cut is None else list(self.cut), len(self.seconds[TURNED])
+        return {"case": str(self.case), "provider": self.provider, "cut": cut, "rounds": rounds, "runs": runs}
 
 
 def bench_paged(
@@ -329,7 +349,7 @@ def bench_paged(
     note: Callable[[str], None] = lambda _: None,
     keep: Callable[[list[Row]], Any] = lambda _: None,
 ) -> dict[str, Any]:
-    """Check and time the paged kernel of a device at every case (none given: those for it): Triton's on a GPU, else
+    """Check and time the paged kernels of a device at every case (none given: those for it): `PROVIDERS` on a GPU, else
     the path of a CPU. `tune` also times other cuts of the Triton kernels. Rows go to `keep` after each case.
 
     Returns {"device", "measured" and "tuned": one dictionary each, "left_out": {case/provider: reason}}. Raises
@@ -337,8 +357,7 @@ def bench_paged(
     """
     where = device_of(device)
     asked = [PagedCase.parse(text) for text in cases or (GPU_CASES if where.type == "cuda" else CPU_CASES)]
-    provider = "triton" if where.type == "cuda" else "cpu"
-    if provider == "cpu":
+    if where.type == "cpu":
         if tune:
             raise InvalidInput("tune is for the Triton kernels and the device is cpu; leave it out, or use a GPU.")
         note(f"no GPU is used: the path of a CPU is timed, float32, on {', '.join(map(str, asked))}")
@@ -346,14 +365,17 @@ def bench_paged(
     tuned: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     for case in asked:
-        for cut in (None, *(CUTS[case.phase] if tune else ())):
+        providers = PROVIDERS[case.phase] if where.type == "cuda" else ("cpu",)
+        cuts = [("triton", cut) for cut in CUTS[case.phase]] if tune else []
+        for provider, cut in [*((p, None) for p in providers), *cuts]:
             name = f"{case}/{provider}" if cut is None else f"{case}/{provider}/{','.join(map(str, cut))}"
             made = _measure(case, where, provider, cut, rounds)
             if isinstance(made, str):
                 left_out[name] = made
                 note(f"{name} is left out: {made}")
                 continue
-            note(f"{name}: {median(made.overhead()):+.2%} from turning")
+            low, high = interval(made.seconds[TURNED], made.seconds[PLAIN])
+            note(f"{name}: {median(made.overhead()):+.2%} [{low:+.2%}, {high:+.2%}] from turning")
             if cut is not None:
                 tuned.append(made.to_dict())
                 continue
@@ -362,13 +384,10 @@ def bench_paged(
     if not measured:
         reasons = "; ".join(f"{what}: {why}" for what, why in left_out.items())
         raise Unavailable(f"no paged kernel could be timed on {where}. {reasons}.")
-    made_dicts = [m.to_dict() for m in measured]
-    return {"device": str(where), "measured": made_dicts, "tuned": tuned, "left_out": left_out}
+    return {"device": str(where), "measured": [m.to_dict() for m in measured], "tuned": tuned, "left_out": left_out}
 
 
-def _measure(
-    case: PagedCase, device: torch.device, provider: str, cut: Sequence[Any] | None, rounds: int
-) -> Measured | str:
+def _measure(case: PagedCase, device: torch.device, provider: str, cut: Cut, rounds: int) -> Measured | str:
     """What was measured, or why nothing was."""
     try:
         x = Inputs.of(case, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -112,6 +113,22 @@ def reuse_quality(out: Path) -> None:
     _save(figure, out)
 
 
+def decode_quality(out: Path) -> None:
+    """KL of the answer's tokens against the bytes that a step reads, one line per way to attend."""
+    case = "qwen2.5-coder-1.5b/bfloat16/qa/cacheblend_musique_10doc/8192/20"
+    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for provider, m in means(ROOT / "results/decode_quality.csv")[case].items():
+        if m["kl_mean"] > 0:
+            points[provider.partition("@")[0]].append((m["density_mean"], m["kl_mean"]))
+    figure, axis = pyplot.subplots(figsize=(5.6, 3.6))
+    for (method, line), colour in zip(sorted(points.items()), COLOURS.values(), strict=False):
+        axis.plot(*zip(*sorted(line), strict=True), color=colour, marker="o", markersize=4, label=method)
+    axis.set(yscale="log", xlabel="bytes read at a step, share of bfloat16's", ylabel="KL from full (nats)")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)
+    _save(figure, out)
+
+
 def reuse_hits(out: Path) -> None:
     """Share of document tokens served from the cache against the pool's bytes, one panel per workload."""
     budgets = ("1gb", "10gb", "50gb", "unlimited")
@@ -134,6 +151,35 @@ def reuse_hits(out: Path) -> None:
     _save(figure, out)
 
 
+def offload_timeline(out: Path, source: Path, shown: int = 8) -> None:
+    """Copies beside the layers that they run along with: some layers in the middle of a step, a panel each case."""
+    cases = dict(list(json.loads(source.read_text(encoding="utf-8")).items())[:3])
+    figure, axes = pyplot.subplots(len(cases), 1, figsize=(7.6, 1.5 + 1.3 * len(cases)), squeeze=False)
+    for axis, (case, found) in zip(axes[:, 0], cases.items(), strict=True):
+        layers = found["layers"]
+        first = max(0, (len(layers) - shown) // 2)
+        last = min(len(layers) - 1, first + shown)
+        zero = layers[first][0]
+        for i in range(first, last):
+            begin, attends, copy, copied = ((t - zero) / 1e3 for t in layers[i])
+            end = (layers[i + 1][0] - zero) / 1e3
+            axis.barh(1, attends - begin, left=begin, height=0.7, color="#66a182", edgecolor="white")
+            axis.barh(1, end - attends, left=attends, height=0.7, color="#00798c", edgecolor="white")
+            axis.text((begin + end) / 2, 1, f"layer {i}", ha="center", va="center", fontsize=6, color="white")
+            axis.barh(0, copied - copy, left=copy, height=0.7, color="#d1495b", edgecolor="white")
+            axis.text((copy + copied) / 2, 0, f"for {i}", ha="center", va="center", fontsize=6, color="white")
+        axis.set_yticks([0, 1], ["copy stream", "compute"])
+        axis.set_title(case, fontsize=8)
+        axis.set_xlabel("µs", fontsize=8)
+        axis.tick_params(labelsize=8)
+    named = {"projections, choice of blocks, wait": "#66a182", "attention, MLP": "#00798c", "host to device": "#d1495b"}
+    for label, colour in named.items():
+        axes[0][0].barh(0, 0, color=colour, label=label)
+    figure.legend(fontsize=7, loc="lower center", ncols=3, frameon=False)
+    figure.subplots_adjust(bottom=0.3)
+    _save(figure, out)
+
+
 def _save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
@@ -147,6 +193,10 @@ if __name__ == "__main__":
     ttft(ROOT / "docs/img/ttft.png")
     if (ROOT / "results/reuse_quality.csv").exists():
         reuse_quality(ROOT / "docs/img/reuse_quality.png")
+    if (ROOT / "results/decode_quality.csv").exists():
+        decode_quality(ROOT / "docs/img/decode_quality.png")
     if (ROOT / "results/reuse.csv").exists():
         reuse_hits(ROOT / "docs/img/reuse_hits.png")
+    if (ROOT / "results/offload_timeline.json").exists():
+        offload_timeline(ROOT / "docs/img/offload_timeline.png", ROOT / "results/offload_timeline.json")
     sys.exit(0)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tamis.kernels.blocks import BlockRule
-from tamis.kernels.reference.blocks import COARSE, pool_keys
+from tamis.kernels.blocks import COARSE, BlockRule
+from tamis.kernels.reference.blocks import pool_keys
 
 
 @dataclass
@@ -39,7 +39,8 @@ class Pooled:
         ):
             done = getattr(self, name)
             fresh = pool_keys(every[:, done.shape[1] * stride - known :], window, stride)
-            setattr(self, name, torch.cat([done, fresh], 1))
+            if fresh.shape[1]:  # most tokens complete no window, and all that is there would be copied
+                setattr(self, name, torch.cat([done, fresh], 1))
         # the next window of either kind begins at or behind this token
         begin = min(self.pooled.shape[1] * rule.stride, self.wide.shape[1] * COARSE * rule.stride)
         self.last = every[:, begin - known :].clone()

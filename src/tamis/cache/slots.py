@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tamis.core.errors import BrokenInvariant, PoolFull
+from tamis.kernels.reference.offload import find_slots
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,18 @@ class SlotMap:
             self.held.fill_(-1)
             self._used.fill_(-1)
         asked = wanted >= 0
-        same = (wanted[:, :, None] == self.held[:, None, :]) & asked[:, :, None]  # [H, W, S]
-        missing = asked & ~same.any(-1)
-        kept = same.any(1)
-        # slots in the order in which they are given away; those of wanted blocks come last and are never reached
-        order = self._used.masked_fill(kept, torch.iinfo(torch.int64).max).argsort(dim=-1, stable=True)
-        turn = (missing.cumsum(-1) - 1).clamp(min=0)
-        slot = torch.where(missing, order.gather(-1, turn), same.int().argmax(-1)).masked_fill(~asked, -1)
+        slot, missing = find_slots(wanted, self.held, self._used)
         self._step += 1
         there = slot.masked_fill(~asked, self.n_slots)  # a column beside the pool takes what was not wanted
         self.held = _put(self.held, there, wanted)
         self._used = _put(self._used, there, torch.full_like(wanted, self._step))
         return Moves(slot, missing)
+
+    def widen(self, n_slots: int) -> None:
+        """Add empty slots behind those there are."""
+        more = (self.held.shape[0], max(0, n_slots - self.n_slots))
+        self.held, self._used = (torch.cat([t, t.new_full(more, -1)], -1) for t in (self.held, self._used))
+        self.n_slots = self.held.shape[1]
 
     def check(self) -> None:
         """Raise BrokenInvariant if a block lies in two slots of a head."""

@@ -11,6 +11,8 @@ from typing import Any
 from tamis.core.checks import check_fields
 from tamis.core.errors import InvalidInput
 
+COARSE = 4  # windows and strides of the second level are so many times as long
+
 
 @dataclass(frozen=True)
 class BlockRule:

@@ -12,9 +12,7 @@ import torch
 from torch.nn.functional import max_pool1d, pad
 
 from tamis.core.errors import InvalidInput
-from tamis.kernels.blocks import BlockRule
-
-COARSE = 4  # windows and strides of the second level are so many times as long
+from tamis.kernels.blocks import COARSE, BlockRule
 
 
 def pool_keys(keys: torch.Tensor, window: int, stride: int) -> torch.Tensor:

@@ -1,0 +1,100 @@
+"""The best blocks of every row, in plain Triton: an exact top-k by halving the range of keys, ties to the lower index.
+
+A score becomes an int32 that rises with it. The k-th largest is built bit by bit from the top, each bit by a count over
+the row, which a program holds in registers; it stops early where a threshold has exactly k at or above it. Nothing
+waits for the host, and the places of the output are fixed.
+
+Alphabet: N blocks of a row, BN the same padded, W places of its output, K blocks taken by score.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tamis.kernels.blocks import BlockRule
+
+ROWS_OF_ONE_WARP = 4096  # from so many rows on a warp each is fastest: no program waits for another
+
+
+@triton.jit
+def select_kernel(
+    values,
+    positions,
+    out,
+    N,
+    W,
+    per,
+    start,
+    Q,
+    FIRST: tl.constexpr,
+    LOCAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    K: tl.constexpr,
+    BN: tl.constexpr,
+    OWN: tl.constexpr,
+):
+    """OWN: the row's own block is written too, and rows stand at start + row % Q; else positions[row // per] says."""
+    LOWEST: tl.constexpr = -2147483648
+    row = tl.program_id(0)
+    if OWN:
+        own = (start + row % Q) // BLOCK
+    else:
+        own = tl.load(positions + row // per).to(tl.int32) // BLOCK
+    n = tl.arange(0, BN)
+    x = tl.load(values + row.to(tl.int64) * N + n, mask=n < N, other=float("-inf"))
+    forced = (n < N) & (n <= own) & ((n < FIRST) | (n >= own - LOCAL))
+    free = (n < N) & (n <= own) & (x > float("-inf")) & (forced == 0)
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 counts as 0
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    key = tl.where(free, key, LOWEST)  # no real score is so low
+    k = tl.minimum(tl.sum(free.to(tl.int32), 0), K)
+    count = tl.sum((key >= 0).to(tl.int32), 0)
+    t = tl.where(count >= k, 0, LOWEST)
+    bit = tl.where(count == k, -1, 30)
+    while bit >= 0:
+        tried = t | (1 << bit)
+        count = tl.sum((key >= tried).to(tl.int32), 0)
+        t = tl.where(count >= k, tried, t)
+        bit = tl.where(count == k, -1, bit - 1)
+    above = free & (key > t)
+    equal = free & (key == t)
+    need = k - tl.sum(above.to(tl.int32), 0)
+    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= need)) | forced
+    if not OWN:
+        taken = taken & (n < own)
+    place = tl.cumsum(taken.to(tl.int32), 0) - 1
+    to = out + row.to(tl.int64) * W
+    tl.store(to + place, n.to(tl.int32), mask=taken & (place < W))
+    total = tl.sum(taken.to(tl.int32), 0)
+    tl.store(to + n, tl.full([BN], -1, tl.int32), mask=(n >= total) & (n < W))
+
+
+def _launch(
+    values: torch.Tensor, positions: torch.Tensor, rule: BlockRule, out: torch.Tensor, *, own: bool, start: int = 0
+) -> None:
+    rows, n = values.shape
+    padded = triton.next_power_of_2(max(n, out.shape[1], 16))
+    many = rows >= ROWS_OF_ONE_WARP and padded <= 2048
+    select_kernel[(rows,)](
+        values, positions, out, n, out.shape[1], max(1, rows // len(positions)), start, len(positions) if own else 1,
+        FIRST=rule.first, LOCAL=rule.local, BLOCK=rule.block, K=rule.chosen, BN=padded, OWN=own,
+        num_warps=1 if many else 4,
+    )  # fmt: skip
+
+
+def select(values: torch.Tensor, positions: torch.Tensor, rule: BlockRule, out: torch.Tensor) -> torch.Tensor:
+    """See `kernels.reference.offload.select`."""
+    _launch(values, positions, rule, out, own=False)
+    return out
+
+
+def prefill_select(values: torch.Tensor, first: int, rule: BlockRule) -> torch.Tensor:
+    """See `kernels.reference.offload.prefill_select`."""
+    heads, n, blocks = values.shape
+    out = torch.empty((heads, n, rule.top), dtype=torch.int32, device=values.device)
+    flat = values.view(heads * n, blocks)
+    # the rows' number stands for their positions, which are not read
+    _launch(flat, flat[:n, 0], rule, out.view(heads * n, rule.top), own=True, start=first)
+    return out

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from tamis.attention.decode import Decoding, Trace, check_form
+from tamis.attention.caching import check_form
+from tamis.attention.decode import Decoding, Trace
 from tamis.attention.hook import Switch
 from tamis.attention.policy import Policy
 from tamis.attention.report import DecodeReport

@@ -29,7 +29,7 @@ class TestPolicy:
     @pytest.mark.parametrize(
         ("changes", "says"),
         [
-            ({"prefill": "sieve"}, "unknown prefill 'sieve'. .*Choices: blend, dense, prefix, reuse, sift"),
+            ({"prefill": "sieve"}, "unknown prefill 'sieve'. .*Choices: blend, blocks, dense, prefix, reuse, sift"),
             ({"prefill": "sft"}, "Did you mean 'sift'"),
             ({"decode": "dens"}, "unknown decode 'dens'. Did you mean 'dense'"),
             ({"kv": "bf61"}, "Did you mean 'bf16'"),
@@ -38,6 +38,18 @@ class TestPolicy:
             ({"decode": "selfindex", "prefill": "reuse"}, "prefill='reuse' keeps documents in pages"),
             ({"kv": "selfindex", "prefill": "prefix"}, "Use prefill='dense' or 'sift' with it"),
             ({"decode_budget": 1.5}, "decode_budget is 1.5"),
+            ({"decode": "block"}, "Did you mean 'blocks'"),
+            ({"offload": "hots"}, "unknown offload 'hots'. Did you mean 'host'"),
+            ({"decode": "blocks", "kv": "selfindex"}, "kept either as codes or in blocks"),
+            ({"decode": "selfindex", "offload": "host"}, "kept either as codes or in blocks"),
+            ({"decode": "forecast", "prefill": "reuse"}, "in pages, which decode='forecast' .* does not read"),
+            ({"offload": "host", "prefill": "prefix"}, "in pages, which decode='dense' with offload='host' does not"),
+            ({"decode_local": -1}, "decode_local is -1; give 0 or more"),
+            ({"offload_slots": 0}, "offload_slots is 0; give 1 or more"),
+            ({"offload_slots": 4}, "slots are used by offload='host' with decode='blocks'"),
+            ({"offload_slots": 4, "offload": "host"}, "slots are used by offload='host' with decode='blocks'"),
+            ({"prefill_blocks": 0}, "prefill_blocks is 0"),
+            ({"prefill": "blocks", "prefill_blocks": 9}, "prefill_blocks is 9, and 34 blocks are read in any case"),
             ({"decode_least": -1}, "decode_least -1; give a share"),
             ({"selector": "sample"}, "unknown selector 'sample'. Did you mean 'sampled'"),
             ({"ca_rule": "shares"}, "Did you mean 'share'"),
@@ -63,6 +75,8 @@ class TestPolicy:
         forms = [Policy(kv=kv).kv_form for kv in ("auto", "bf16", "selfindex")]
         assert forms == ["auto", "bf16", "selfindex"] and Policy(decode="selfindex").kv_form == "selfindex"
         assert Policy(kv="selfindex").budget is None
+        blocks = ({"decode": "blocks"}, {"decode": "forecast", "kv": "bf16"}, {"offload": "host"})
+        assert {Policy(**choices).kv_form for choices in blocks} == {"blocks"}  # type: ignore[arg-type]
         budget = Policy(decode="selfindex", decode_budget=0.2, decode_least=5).budget
         assert budget is not None and (budget.count(10), budget.count(1000)) == (5, 200)
 

@@ -46,11 +46,30 @@ def test_trained_and_measured(tamis: Run, trained: Any, model_folder: str, data:
     assert len(found["decode"]["infinigen"]["recall_by_layer"]) == 2 and found["decode"]["own"]["recall"] == 1
     with (tmp_path / "results" / "forecast.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert {r["metric"] for r in rows} == {"recall", "recall_attention", "mass", "kl", "agreement", "density"}
-    assert {r["provider"] for r in rows} == {"forecast", "infinigen", "own"}
+    moved = {"attended", "hit_rate", "late", "moved_bytes"}
+    assert {r["metric"] for r in rows} == {"recall", "recall_attention", "mass", "kl", "agreement", "density"} | moved
+    assert {r["provider"] for r in rows} == {"forecast", "infinigen", "own", "forecast-unfetched"}
     assert any(r["case"].endswith("/float32/asked+docs/512/top-4/decode/layer-1") for r in rows)
     text = tamis("eval", "forecast", "--model", model_folder, "--forecast", tmp_path / "f", *data, *asked)
-    assert text.code == 0 and "recall by layer" in text.out
+    assert text.code == 0 and "recall by layer" in text.out and "decode, KV on host" in text.out
+
+
+def test_asked_with_it(tamis: Run, trained: Any, model_folder: str, docs: Path, tmp_path: Path) -> None:
+    assert trained.code == 0
+    given = ("ask", "How many lamps are lit?", "--docs", docs, "--model", model_folder, "--max-tokens", 6)
+    asked = ("--decode", "forecast", "--decode-budget", 0.1, "--decode-local", 1, "--offload", "host")
+    ran = tamis(*given, *asked, "--forecast", tmp_path / "f", "--recall", "--json")
+    assert ran.code == 0, ran.json
+    found = ran.json["report"]["decode"]
+    assert (found["used"], found["kv"]) == ("forecast", "blocks") and found["blocks"]["moved_bytes"] > 0
+    assert tamis(*given, "--decode", "blocks", "--prefill", "blocks", "--json").code == 0
+
+
+def test_asked_without_it(failed: Callable[..., str], model_folder: str, docs: Path) -> None:
+    given = ("ask", "When?", "--docs", docs, "--model", model_folder)
+    assert "--forecast" in failed(*given, "--decode", "forecast", code="invalid_input")
+    assert "Did you mean 'host'" in failed(*given, "--offload", "hos", code="invalid_input")
+    assert "in pages" in failed(*given, "--offload", "host", "--prefill", "prefix", code="invalid_input")
 
 
 def test_another_models_forecast_is_refused(

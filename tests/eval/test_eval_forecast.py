@@ -12,7 +12,7 @@ import torch
 from tamis.attention.hook import NAME
 from tamis.attention.layer_inputs import decoder_layers
 from tamis.core.errors import InvalidInput
-from tamis.eval.forecast import METRICS, PROVIDERS, Found, Plan, eval_forecast
+from tamis.eval.forecast import METRICS, MOVES, OFFLOADED, PROVIDERS, Found, Plan, eval_forecast
 from tamis.forecast.heads import Forecast, ForecastInfo, first_weights
 from tamis.kernels.blocks import BlockRule
 from tamis.model.source import LoadedModel
@@ -75,6 +75,22 @@ def test_blocks_only_against_dense(fresh: LoadedModel) -> None:
         assert 0 <= few[provider]["agreement"] <= 1
     assert few["forecast"]["density"] == pytest.approx(few["own"]["density"])
     assert "quality" not in eval_forecast(fresh, heads(fresh), texts(1), replace(PLAN, quality=False)).summary()
+
+
+def test_steps_from_host_memory(fresh: LoadedModel) -> None:
+    plan = replace(PLAN, generated=12)
+    found = eval_forecast(fresh, heads(fresh), texts(1), plan)
+    moves = found.summary()["offload"]
+    assert set(moves) == set(OFFLOADED) and all(set(values) == set(MOVES) for values in moves.values())
+    same = [moves["forecast"], moves["forecast-unfetched"]]
+    assert same[0]["kl"] == same[1]["kl"] and same[0]["moved_bytes"] == same[1]["moved_bytes"]
+    assert same[0]["late"] < same[1]["late"] == pytest.approx(1 - same[1]["hit_rate"])
+    assert moves["own"]["late"] == pytest.approx(1 - moves["own"]["hit_rate"])
+    most = eval_forecast(fresh, heads(fresh), texts(1), replace(plan, rule=replace(RULE, top=12))).summary()["offload"]
+    for provider in OFFLOADED:
+        assert moves[provider]["kl"] > 2 * most[provider]["kl"] > 0
+        assert moves[provider]["attended"] < 0.5 < 0.85 < most[provider]["attended"] < 1
+    assert {case for case, *_ in found.rows()} >= {"quality", "offload"}
 
 
 def test_what_cannot_be_judged_is_said(fresh: LoadedModel) -> None:

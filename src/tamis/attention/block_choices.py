@@ -1,6 +1,7 @@
 """Choices of blocks one layer ahead, from what the layer before has read: by a forecast, and as InfiniGen does.
 
-For use while a pass is watched (`layer_inputs.watching`); knows one prompt's tensors, not who asks.
+For use while a pass is watched (`layer_inputs.watching`), but for `FusedChoice`, which needs the forecast in the model.
+Knows tensors, not who asks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from tamis.attention.block_prefill import PooledChoice
+from tamis.attention.fused import FusedForecast
 from tamis.attention.layer_inputs import LayerInputs
 from tamis.cache.pooled import Pooled
 from tamis.forecast.heads import Forecast
@@ -32,6 +34,20 @@ class ForecastChoice(PooledChoice):
         x = self.seen.normed_at(Forecast.source(layer), positions)
         f = self.forecast.query(layer, x, positions, self.rotary)
         return raw_scores(f, keys.pooled, positions, self.rule)
+
+
+@dataclass(frozen=True)
+class FusedChoice(PooledChoice):
+    """The same of one token of each sequence of a batch, whose forecast was made with the layer's queries and keys.
+
+    keys: of the sequences side by side, as `cache.block_layer` has them.
+    """
+
+    fused: FusedForecast
+
+    def cells(self, layer: int, q: torch.Tensor, keys: Pooled, positions: torch.Tensor, scale: float) -> torch.Tensor:
+        """See `PooledChoice`."""
+        return raw_scores(self.fused.query(layer, positions), keys.pooled, positions, self.rule)
 
 
 @dataclass(frozen=True)

@@ -1,148 +1,240 @@
-"""Decode steps that read chosen blocks of keys, which come from host memory as they are wanted: a CPU's reference.
+"""Decode steps that read chosen blocks of keys and values, which may come from host memory as they are wanted.
 
-Knows one sequence and its passes; not how tokens are chosen. Streams are simulated (`cache.streams`): each copy runs at
-some moment that its events allow.
+Knows a cache in blocks and its passes; not how tokens are chosen, nor whose forecast it is. Where a device has streams,
+copies run on one of their own.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
 
+from tamis.attention.block_choices import FusedChoice
 from tamis.attention.block_prefill import OwnChoice, PooledChoice
+from tamis.attention.block_trace import BlockTrace
+from tamis.attention.decode import State
 from tamis.attention.hook import Switch
 from tamis.attention.layer_inputs import LayerInputs
-from tamis.cache.offload import LayerBlocks, PoolShape, Prefetcher
-from tamis.cache.pooled import Pooled
-from tamis.cache.streams import Stream, run_all
-from tamis.core.errors import InvalidInput
+from tamis.attention.policy import Policy
+from tamis.attention.report import DecodeReport
+from tamis.cache.block_layer import BlockLayer
+from tamis.cache.offload import LayerBlocks, Prefetcher
+from tamis.cache.streams import Queues
 from tamis.kernels.blocks import BlockRule
-from tamis.kernels.reference.blocks import block_numbers
-from tamis.model.family import Geometry
+from tamis.kernels.reference.blocks import block_scores
 
 
-class BlockLayer(CacheLayerMixin):
-    """A layer of a transformers cache that puts keys and values into blocks and hands out the new ones alone."""
+@dataclass(frozen=True)
+class Steps:
+    """How steps get their blocks.
 
-    is_sliding = False
-    is_croppable = False
+    prefetch  copy blocks that are known one layer ahead at once; else when their layer runs
+    forget    evict everything at every step; changes no bit of the output
+    measure   also count how many blocks of the layers' own choices were foreseen; costs those choices
+    """
 
-    def __init__(self, rule: BlockRule, shape: PoolShape, capacity: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.rule = rule
-        self.blocks = LayerBlocks(shape, capacity, dtype=dtype)
-        self.pooled: Pooled | None = None
-        self.is_initialized = True
+    prefetch: bool = True
+    forget: bool = False
+    measure: bool = False
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the blocks were made with the cache."""
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append key_states and value_states [1, Hkv, n, D] and return them."""
-        if key_states.shape[0] != 1 or (self.blocks.n_tokens and key_states.shape[2] != 1):
-            raise InvalidInput(
-                f"a pass of {list(key_states.shape[:3:2])} (prompts, tokens); blocks take one whole prompt, then one "
-                "token a pass."
-            )
-        self.blocks.append(key_states[0], value_states[0])
-        if self.pooled is None:
-            self.pooled = Pooled.of(key_states[0], self.rule)
-        else:
-            self.pooled.append(key_states[0])
-        return key_states, value_states
+@dataclass
+class BlockState(State):
+    """What goes on from one pass of a cache to the next, whether or not it is in blocks."""
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that the next pass sees, and the position of the first."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Tokens held."""
-        return self.blocks.n_tokens
-
-    def get_max_length(self) -> int:
-        """-1: it grows to the capacity it was made with."""
-        return -1
+    blocks: BlockTrace = field(default_factory=BlockTrace)
+    prefetcher: Prefetcher | None = None
+    queues: Queues | None = None
 
 
 class BlockDecoding:
-    """The `DecodeJob` of one sequence's passes: `cache` goes to the model, `running` around every pass.
+    """The `DecodeJob` of a cache's passes: `cache` goes to the model, `running` around every pass.
 
-    choose: who chooses. An `OwnChoice` chooses when the layer's query is there; any other one layer ahead, and its
-    blocks are copied while the layer before computes. forget: evict everything at every step. resident: read the blocks
-    where they lie on the host, as if all fitted; gives the same to the last bit.
+    cache    a transformers cache of `BlockLayer`s
+    choose   who chooses; None: steps read everything. An `OwnChoice` chooses when the layer's query is there; any other
+             one layer ahead, and its blocks are copied while the layer before computes
+    seen     what `choose` looks at, where the passes are watched
     """
 
     def __init__(
         self,
-        shape: Geometry,
-        choose: PooledChoice,
-        seen: LayerInputs,
-        capacity: int,
+        cache: Any,
+        choose: PooledChoice | None,
         *,
-        dtype: torch.dtype = torch.float32,
-        forget: bool = False,
-        resident: bool = False,
-        seed: int = 0,
+        policy: Policy | None = None,
+        state: BlockState | None = None,
+        seen: LayerInputs | None = None,
+        how: Steps | None = None,
     ) -> None:
-        rule = choose.rule
-        pool = PoolShape(shape.n_layers, shape.n_kv_heads, shape.head_dim, max(1, rule.top - 1), rule.block)
-        self.choose, self.seen, self.forget, self.resident = choose, seen, forget, resident
-        self.ahead = not isinstance(choose, OwnChoice)
-        self.layers = [BlockLayer(rule, pool, capacity, dtype) for _ in range(shape.n_layers)]
-        self.cache = Cache(layers=self.layers)
-        self._streams = [Stream("compute"), Stream("copy")]
-        self._prefetcher = Prefetcher([layer.blocks for layer in self.layers], *self._streams)
-        self._chance = random.Random(seed)
+        self.cache, self.choose, self.policy = cache, choose, policy or Policy()
+        self.state, self.seen, self.how = state or BlockState(), seen, how or Steps()
+        self.trace, self.blocks = self.state.trace, self.state.blocks
+        self.trace.kv, self.trace.blocks = "blocks", self.blocks
+        self.layers: list[BlockLayer] = list(cache.layers)
+        self.ahead = choose is not None and not isinstance(choose, OwnChoice)
         self._wanted: dict[int, torch.Tensor] = {}
+        self._n_tokens = 0  # with the running token
+        self._rule = self.layers[0].form.rule
+        self._position = torch.zeros(0)
 
     @contextmanager
-    def running(self, switch: Switch) -> Iterator[None]:
-        """Make one forward pass inside: of the whole prompt first, which attends to itself in full, then of a token."""
-        step = self.layers[0].get_seq_length() > 0
-        self.seen.first = self.layers[0].get_seq_length()
-        if not step:
-            yield
-            return
-        with switch.decoding(self):
-            yield
+    def running(self, switch: Switch, *, step: bool) -> Iterator[None]:
+        """Make one forward pass inside. step: of one new token behind others; else of a prompt's tokens, which attend
+        to everything."""
+        sparse, before = step and self.choose is not None, self.layers[0].get_seq_length()
+        if self.seen is not None:
+            self.seen.first = before
+        for layer in self.layers:
+            layer.only_new = sparse
+        try:
+            with ExitStack() as passing:
+                if sparse:
+                    self._begin(before + 1)
+                    passing.enter_context(switch.decoding(self))
+                    if isinstance(self.choose, FusedChoice):
+                        passing.enter_context(self.choose.fused.running())
+                yield
+        finally:
+            for layer in self.layers:
+                layer.only_new = False
+        self._note(step=step, sparse=sparse)
 
-    def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor | None:
         """See `attention.hook.DecodeJob`."""
+        held = self.layers[layer]
+        if not held.only_new:
+            return None
+        flat = q[:, :, 0].flatten(0, 1)  # [B * Hq, D]
         if not (self.ahead and layer):
-            self._want(layer, q[0], scale)
+            self._choose(layer, flat, scale)
+            self._fetch(layer)
         if self.ahead and layer + 1 < len(self.layers):
-            self._want(layer + 1, q[0], scale)
-        blocks = self.layers[layer].blocks
-        if self.resident:
-            return blocks.attend_resident(q[0, :, 0], self._wanted[layer], scale=scale)[None, :, None]
-        out: list[torch.Tensor] = []
-        self._prefetcher.attend(layer, q[0, :, 0], out, scale=scale)
-        run_all(self._streams, self._chance)
-        return out[0][None, :, None]
+            self._choose(layer + 1, flat, scale)
+            if self.how.prefetch:
+                self._fetch(layer + 1)
+        if self.ahead and layer and not self.how.prefetch:
+            self._fetch(layer)
+        if self.how.measure:
+            self._measure(layer, flat, scale)
+        return self._read(layer, flat, scale).view(q.shape[0], q.shape[1], 1, q.shape[3])
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
         """See `attention.hook.DecodeJob`."""
 
+    def report(self) -> DecodeReport:
+        """What was done so far."""
+        return self.trace.report(self.policy)
+
     @property
     def hit_rate(self) -> float:
         """Share of the wanted blocks that lay in a slot already."""
-        copied, asked = (sum(getattr(layer.blocks, name) for layer in self.layers) for name in ("copied", "asked"))
-        return 1 - copied / asked if asked else 1.0
+        return self.blocks.hit_rate
 
-    def _want(self, layer: int, q: torch.Tensor, scale: float) -> None:
-        keys, rule = self.layers[layer].pooled, self.choose.rule
+    def _begin(self, n_tokens: int) -> None:
+        first, self._n_tokens = self.layers[0], n_tokens
+        self._rule = first.form.rule_at(n_tokens)
+        self._position = torch.tensor([n_tokens - 1], device=first.device)
+        if self.state.queues is None:
+            self.state.queues = Queues.of(first.device)
+        blocks = [layer.blocks for layer in self.layers]
+        hosts = [b for b in blocks if isinstance(b, LayerBlocks)]
+        known = self.state.prefetcher
+        if hosts and (known is None or known.layers != hosts):
+            self.state.prefetcher = Prefetcher(hosts, self.state.queues.compute, self.state.queues.copy)
+
+    def _choose(self, layer: int, q: torch.Tensor, scale: float) -> None:
+        """Find the blocks that `layer` reads beside its own."""
+        assert self.choose is not None, "a sparse step has someone who chooses"
+        self._wanted[layer] = self._chosen_by(self.choose, layer, q, scale)
+
+    def _chosen_by(self, choose: PooledChoice, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        rule, own, keys = self._rule, (self._n_tokens - 1) // self._rule.block, self.layers[layer].pooled
         assert keys is not None, "the prompt's pass made them"
-        position = torch.tensor([self.seen.first], device=q.device)
-        chosen = self.choose.choose(layer, q, keys, position, scale)[:, 0]
-        chosen[:, self.seen.first // rule.block :] = False  # the token's own block is the tail
-        wanted = block_numbers(chosen[:, None], max(1, rule.top - 1))[:, 0]
-        self._wanted[layer] = wanted
-        if not self.resident:
-            self._prefetcher.want(layer, wanted, forget=self.forget)
+        scores = None
+        if 0 < rule.chosen < own - rule.first - rule.local:
+            cells = choose.cells(layer, q[:, None], keys, self._position, scale)
+            scores = block_scores(cells, rule, own + 1)[:, 0]
+        return step_blocks(scores, own, rule, keys.pooled)
+
+    def _fetch(self, layer: int) -> None:
+        if self.state.prefetcher is not None:
+            self.state.prefetcher.want(layer, self._wanted[layer], forget=self.how.forget)
+
+    def _read(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        blocks = self.layers[layer].blocks
+        if self.state.prefetcher is None:
+            assert blocks is not None and not isinstance(blocks, LayerBlocks), "it is on the device"
+            return blocks.attend(q, self._wanted[layer], scale=scale)
+        out: list[torch.Tensor] = []
+        self.state.prefetcher.attend(layer, q, out, scale=scale, every=True)
+        assert self.state.queues is not None, "made at the step's beginning"
+        self.state.queues.settle()
+        return out[0]
+
+    def _measure(self, layer: int, q: torch.Tensor, scale: float) -> None:
+        rule, own = self._rule, (self._n_tokens - 1) // self._rule.block
+        if not self.ahead or not 0 < rule.chosen < own - rule.first - rule.local:
+            return
+        best = self._chosen_by(OwnChoice(rule), layer, q, scale)[:, -rule.chosen :]
+        found = self._wanted[layer][:, -rule.chosen :]
+        self.blocks.recalls.append((best[:, :, None] == found[:, None]).any(-1).float().mean())
+
+    def _note(self, *, step: bool, sparse: bool) -> None:
+        """Count a pass. All layers hold and read as many tokens, so the first one speaks for them."""
+        trace, first, n = self.trace, self.layers[0], self.layers[0].get_seq_length()
+        if not n or first.blocks is None:
+            return
+        n_heads, head_dim = self._heads()
+        trace.n_tokens, count = n, len(self.layers)
+        trace.kv_bytes = sum(layer.nbytes for layer in self.layers)
+        trace.bf16_bytes = 4 * n_heads * head_dim * n * count
+        self.blocks.note(self.layers, late=[not (self.ahead and i and self.how.prefetch) for i in range(count)])
+        if first.form.bf16:
+            trace.approximate |= first.device is not None and self._rounds()
+        if not step:
+            return
+        trace.steps += 1
+        trace.kernel = "blocks" if sparse else "sdpa"
+        if not sparse:
+            trace.attended += 1
+            return
+        block = self._rule.block
+        width, in_own = self._wanted[0].shape[1], (n - 1) % block + 1
+        trace.sparse_steps += 1
+        trace.sparse = self.policy.decode
+        trace.attended += (width * block + in_own) / n
+        trace.approximate |= width < (n - 1) // block
+        self.blocks.kept += width + 1
+        self.blocks.steps += 1
+
+    def _heads(self) -> tuple[int, int]:
+        held = self.layers[0].blocks
+        store = held.host if isinstance(held, LayerBlocks) else held.store if held is not None else torch.zeros(0, 0)
+        return store.shape[0], store.shape[-1]
+
+    def _rounds(self) -> bool:
+        keys = self.layers[0].pooled
+        return keys is None or keys.pooled.dtype != torch.bfloat16
+
+
+def step_blocks(scores: torch.Tensor | None, own: int, rule: BlockRule, like: torch.Tensor) -> torch.Tensor:
+    """Blocks that a token in block `own` reads beside it: int64 [H, W], forced ones first, then the best by score.
+
+    scores [H, N], N > own; None where all or none of the others are taken. like: a tensor [H, ...] of the same heads.
+    As `select_blocks` has them for one row, without waiting for the device.
+    """
+    heads, device = like.shape[0], like.device
+    first = min(rule.first, own)
+    near = max(first, own - rule.local)
+    forced = torch.cat([torch.arange(first, device=device), torch.arange(near, own, device=device)])
+    forced = forced.expand(heads, -1)
+    count = min(rule.chosen, near - first)
+    if scores is None:
+        best = torch.arange(first, first + count, device=device).expand(heads, -1)
+    else:
+        best = scores[:, first:near].sort(dim=-1, descending=True, stable=True).indices[:, :count] + first
+    return torch.cat([forced, best], -1)

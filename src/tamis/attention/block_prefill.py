@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -67,12 +67,15 @@ class OwnChoice(PooledChoice):
 class BlockPrefill:
     """A job for `Switch.running`: prompts above the rule's dense_tokens read blocks, others everything.
 
+    A prompt may come in chunks, if dense_tokens is 0: its rows are then the last ones of the tokens so far.
+
     density: per layer, the share of the causal area that was read.
     """
 
     rule: BlockRule
     choose: Chooser
     density: dict[int, float]
+    _read: dict[int, tuple[int, int]] = field(default_factory=dict)  # tokens read, and all, of a layer's rows
 
     @classmethod
     def of(cls, rule: BlockRule, choose: Chooser | None = None) -> BlockPrefill:
@@ -83,19 +86,30 @@ class BlockPrefill:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, None]:
         """See `attention.hook.Job`."""
-        n = k.shape[1]
+        n, begin = k.shape[1], k.shape[1] - q.shape[1]
+        every = torch.arange(begin, n, device=q.device)
+        area = k.shape[0] * int((every + 1).sum())
         if n <= self.rule.dense_tokens:
-            self.density[layer] = 1.0
+            self._note(layer, area, area, before=0)
             return dense(q, k, v, scale), None
         parts, read = [], 0
-        every = torch.arange(n - q.shape[1], n, device=q.device)
         for rows in row_chunks(q.shape[1], q.shape[0] * n):
             positions = every[rows]
             chosen = self.choose(layer, q[:, rows], k, positions, scale)
             parts.append(attend_blocks(q[:, rows], k, v, chosen, positions, block=self.rule.block, scale=scale))
             read += _tokens(chosen, positions, self.rule.block)
-        self.density[layer] = read / (k.shape[0] * int((every + 1).sum()))
+        self._note(layer, read, area, before=k.shape[0] * begin * (begin + 1) // 2)
         return torch.cat(parts, 1), None
+
+    def go_on(self, before: BlockPrefill) -> None:
+        """Count the chunks that another job has done, too."""
+        self._read.update(before._read)
+
+    def _note(self, layer: int, read: int, area: int, *, before: int) -> None:
+        """before: the area of the rows before these; what no job has counted was dense."""
+        done = self._read.get(layer, (before, before)) if before else (0, 0)
+        self._read[layer] = read, area = done[0] + read, done[1] + area
+        self.density[layer] = read / area
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tamis.attention.block_trace import BlockTrace
 from tamis.attention.hook import Switch
 from tamis.attention.policy import Policy
 from tamis.attention.report import DecodeReport
@@ -21,10 +22,6 @@ from tamis.cache.formats import form_of, layer_bytes
 from tamis.cache.selfindex.keep import Budget
 from tamis.cache.selfindex.layer import SelfIndexLayer
 from tamis.cache.selfindex.sequence import CodedSequence
-from tamis.core.errors import ModelUnsupported
-from tamis.kernels.selfindex import HEAD_DIMS
-from tamis.model.family import geometry
-from tamis.model.rope import Rotary
 
 
 class Reader(Protocol):
@@ -83,12 +80,14 @@ class Trace:
     compress_s: float = 0.0
     approximate: bool = False
     reason: str = ""
+    sparse: str = "selfindex"  # what the sparse steps were
+    blocks: BlockTrace | None = None
 
     def report(self, policy: Policy) -> DecodeReport:
         """In words and shares."""
         return DecodeReport(
             asked=policy.decode,
-            used="selfindex" if self.sparse_steps else "dense",
+            used=self.sparse if self.sparse_steps else "dense",
             kv=self.kv,
             kernel=self.kernel,
             steps=self.steps,
@@ -99,6 +98,7 @@ class Trace:
             compress_s=self.compress_s,
             approximate=self.approximate,
             reason=self.reason,
+            blocks=None if self.blocks is None else self.blocks.report(),
         )
 
 
@@ -122,7 +122,7 @@ class Decoding:
         self.trace.kv = form_of(cache)
         self._rounded = self.trace.kv == "bf16" and next(model.parameters()).dtype != torch.bfloat16
         self._coded = [layer for layer in cache.layers if isinstance(layer, SelfIndexLayer)]
-        self._budget = policy.budget if self._coded else None
+        self._budget = policy.budget if self._coded and policy.decode == "selfindex" else None
 
     @contextmanager
     def running(self, switch: Switch, *, step: bool) -> Iterator[None]:
@@ -196,16 +196,3 @@ class Decoding:
         trace.sparse_steps += 1
         n_whole += sum(p.exact.shape[-1] for p in sequence.parts)
         trace.attended += min(n, n_whole + self._budget.count(n)) / n
-
-
-def check_form(policy: Policy, model: Any) -> None:
-    """Raises ModelUnsupported where a model's keys and values cannot be kept in the form that `policy` asks for."""
-    if policy.kv_form != "selfindex":
-        return
-    head_dim = geometry(model.config).head_dim
-    if head_dim not in HEAD_DIMS:
-        raise ModelUnsupported(
-            f"kv='selfindex' on a model with head_dim {head_dim}; the self-indexing form has "
-            f"{' and '.join(map(str, HEAD_DIMS))}. Use kv='auto' or 'bf16', and decode='dense', with this model."
-        )
-    Rotary.of(model)

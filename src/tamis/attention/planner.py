@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from tamis.attention.block_prefill import BlockPrefill
 from tamis.attention.hook import Switch
 from tamis.attention.offline import Indexer, Progress
 from tamis.attention.policy import PAGED, Policy
@@ -31,7 +32,7 @@ class Plan:
 
     prompt: Prompt
     policy: Policy
-    job: SparsePrefill | None
+    job: SparsePrefill | BlockPrefill | None
     reason: str = ""
     indexed: int = 0
     index_s: float = 0.0
@@ -48,7 +49,10 @@ class Plan:
             yield
             return
         before = dict(switch.refused)
-        borders = self.job.scene.tiling.starts if len(self.chunks) > 1 else ()
+        borders: Iterable[int] = ()
+        if len(self.chunks) > 1:
+            own = None if isinstance(self.job, BlockPrefill) else self.job.scene.tiling.starts
+            borders = {n for chunk in self.chunks for n in chunk} if own is None else own
         with switch.running(self.job, len(self.prompt.tokens), borders):
             yield
         for reason, n in switch.refused.items():
@@ -58,26 +62,37 @@ class Plan:
 
     def report(self) -> PrefillReport:
         """What was done; call it after the pass."""
-        job, traces = self.job, self.job.layers if self.job else {}
-        documents = self.prompt.documents
-        ran = bool(traces)
-        return PrefillReport(
+        job, documents = self.job, self.prompt.documents
+        made = PrefillReport(
             asked=self.policy.prefill,
-            used="sift" if ran else "dense",
-            selector=self.policy.selector if ran else "",
-            kernel=job.used_kernel if job and ran else "sdpa",
+            used="dense",
+            selector="",
+            kernel="sdpa",
             prompt_tokens=len(self.prompt.tokens),
             documents=len(documents),
             document_tokens=sum(len(d.tokens) for d in documents),
-            density=job.density if job and ran else 1.0,
-            recall=job.recall if job and ran else None,
-            reason=self.reason or ("" if ran or self.policy.prefill == "dense" else "; ".join(self.fallbacks)),
-            layers=job.densities if job and ran else (),
+            reason=self.reason,
             indexed=self.indexed,
-            select_s=sum(t.select_s for t in traces.values()) if ran else None,
-            attend_s=sum(t.attend_s for t in traces.values()) if ran else None,
             fallbacks=tuple(self.fallbacks),
             chunks=len(self.chunks),
+        )
+        if isinstance(job, BlockPrefill) and job.density:
+            shares = tuple(share for _, share in sorted(job.density.items()))
+            mean = sum(shares) / len(shares)
+            return replace(made, used="blocks", selector="pooled keys", density=mean, layers=shares)
+        if job is None or isinstance(job, BlockPrefill) or not job.layers:
+            why = self.reason or ("" if self.policy.prefill == "dense" else "; ".join(self.fallbacks))
+            return replace(made, reason=why)
+        return replace(
+            made,
+            used="sift",
+            selector=self.policy.selector,
+            kernel=job.used_kernel,
+            density=job.density,
+            recall=job.recall,
+            layers=job.densities,
+            select_s=sum(t.select_s for t in job.layers.values()),
+            attend_s=sum(t.attend_s for t in job.layers.values()),
         )
 
 
@@ -99,13 +114,15 @@ def plan_prefill(
     if policy.prefill in PAGED:
         raise InvalidInput(
             f"prefill={policy.prefill!r} needs a cache of documents, which tamis.LLM has; a transformers model with "
-            "Tamis's attention takes 'dense' and 'sift'."
+            "Tamis's attention takes 'dense', 'sift' and 'blocks'."
         )
     device = next(model.parameters()).device
     reason = dense_reason(prompt, policy, device)
     chunks = chunk_ranges(Tiling.of_segments(prompt.lengths, policy.tile), policy.chunk_tokens)
     if policy.prefill == "dense" or reason:
         return Plan(prompt, policy, None, reason, chunks=chunks)
+    if policy.prefill == "blocks":
+        return Plan(prompt, policy, BlockPrefill.of(policy.prefill_rule), chunks=chunks)
     plan = Plan(prompt, policy, None, chunks=chunks)
     selector = policy.make_selector()
     documents = [d.tokens for d in prompt.documents]
@@ -143,7 +160,12 @@ def dense_reason(prompt: Prompt, policy: Policy, device: torch.device) -> str:
     """Why a sparse prefill cannot win on this prompt; "" if it can."""
     if policy.prefill == "dense":
         return ""
-    n, least = len(prompt.tokens), policy.crossover_tokens(device.type)
+    n = len(prompt.tokens)
+    if policy.prefill == "blocks":
+        rule = policy.prefill_rule
+        least = rule.top * rule.block if policy.min_tokens is None else policy.min_tokens
+        return f"the prompt has {n} tokens, and blocks are chosen above {least}" if n <= least else ""
+    least = policy.crossover_tokens(device.type)
     if n < least:
         return f"the prompt has {n} tokens and a sparse prefill pays from {least} on this {device.type}"
     if not prompt.documents:

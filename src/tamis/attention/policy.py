@@ -11,16 +11,19 @@ from tamis.core.checks import check_fields
 from tamis.core.errors import InvalidInput
 from tamis.core.registry import unknown
 from tamis.index.spec import Thresholds
+from tamis.kernels.blocks import BlockRule
 from tamis.kernels.dispatch import KERNELS
 from tamis.kernels.lists import TILE
 from tamis.select import SELECTORS
 from tamis.select.scene import Selector
 
-PREFILLS = ("dense", "sift", "reuse", "blend", "prefix")
+PREFILLS = ("dense", "sift", "blocks", "reuse", "blend", "prefix")
 PAGED = ("reuse", "blend", "prefix")  # keys and values in pages of the cache, see attention/reuse.py
 MISSING = ("store", "inline")
-DECODES = ("dense", "selfindex")
+DECODES = ("dense", "selfindex", "blocks", "forecast")
+BLOCKS = ("blocks", "forecast")  # read blocks of keys, see attention/block_decode.py
 FORMATS = ("auto", "bf16", "selfindex")
+OFFLOADS = ("none", "host")
 
 # Prompt length from which a sparse prefill was measured to win, by device type (docs/log.md, "crossover").
 MIN_TOKENS = {"cpu": 4096, "cuda": 8192}
@@ -30,15 +33,29 @@ MIN_TOKENS = {"cpu": 4096, "cuda": 8192}
 class Policy:
     """How a prompt is prefilled and decoded.
 
-    prefill      "dense"; "sift": every token recomputed, but only the attention tiles that matter; "reuse": documents
-                 computed once, alone, and read in place (approximate: they do not see each other); "blend": the same
-                 with some of their tokens recomputed; "prefix": exact reuse of what begins like an earlier prompt
+    prefill      "dense"; "sift": every token recomputed, but only the attention tiles that matter; "blocks": tokens
+                 read the blocks of 64 that their layer chooses by pooled keys (approximate; for quality: it runs
+                 through PyTorch and is not faster than dense); "reuse": documents computed once, alone, and read in
+                 place (approximate: they do not see each other); "blend": the same with some of their tokens
+                 recomputed; "prefix": exact reuse of what begins like an earlier prompt
     decode       how a new token reads the keys and values before it: "dense", all of them; "selfindex", a share that
-                 their own codes choose (approximate; means kv="selfindex")
+                 their own codes choose (approximate; means kv="selfindex"); "blocks", blocks of 64 that each layer
+                 chooses by pooled keys; "forecast", blocks that the layer before has named (needs a forecast; both
+                 approximate)
     kv           how keys and values are kept: "auto" (the model's dtype), "bf16", or "selfindex": codes that are their
                  own index, about five times smaller than bfloat16 (approximate behind the prompt)
-    decode_budget, decode_least   "selfindex": the share of all tokens that a step reads beside those that are kept
-                 whole, 0 to 1, and the least number of them
+    decode_budget, decode_least   the share of all tokens that a step reads, 0 to 1, and the least number of them:
+                 "selfindex" beside those that are kept whole, "blocks" and "forecast" beside the forced blocks (the
+                 first, a token's own and the local ones)
+    decode_local "blocks", "forecast", prefill "blocks": blocks before a token's own that it reads in any case; None:
+                 32, as in MiniCPM4.1, or what the forecast was trained for
+    prefill_blocks   prefill "blocks": blocks that a token reads, forced ones among them; prompts whose tokens read
+                 everything anyway are prefilled dense, unless `min_tokens` says otherwise
+    offload      "host": keys and values lie in host memory, and the device holds slots for the blocks that steps read;
+                 exact beside what `decode` leaves out
+    offload_slots   slots of a KV head and layer; None: as many as a step reads
+    prefetch     decode "forecast" with offload: copy what was named while the layer before still computes; False, a
+                 baseline, copies it when it is read
     selector     for "sift": "sampled" (stored local bits, sampled rows for the rest), "threshold" (one bar for all
                  heads instead of a share of each row), "stored" (the paper); for evaluation "oracle", "all" (every
                  tile), "none" (no document sees another) and the peers "xattention", "flexprefill", "vertical_slash"
@@ -92,6 +109,11 @@ class Policy:
     fresh: str = "dense"
     decode_budget: float = 0.075
     decode_least: int = 96
+    decode_local: int | None = None
+    prefill_blocks: int = 96
+    offload: str = "none"
+    offload_slots: int | None = None
+    prefetch: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -99,6 +121,7 @@ class Policy:
             "prefill": PREFILLS,
             "decode": DECODES,
             "kv": FORMATS,
+            "offload": OFFLOADS,
             "selector": tuple(SELECTORS),
             "kernel": ("auto", *KERNELS),
             "local": ("stored", "sampled"),
@@ -134,13 +157,15 @@ class Policy:
 
     @property
     def kv_form(self) -> str:
-        """The form of the cache: `kv`, and "selfindex" where `decode` needs that and nothing else was asked for."""
+        """The form of the cache: "selfindex" or "blocks" where `decode` or `offload` needs that, else `kv`."""
+        if self.decode in BLOCKS or self.offload == "host":
+            return "blocks"
         return "selfindex" if self.decode == "selfindex" else self.kv
 
     @property
     def budget(self) -> Budget | None:
         """What a step reads; None: everything."""
-        return Budget(self.decode_budget, self.decode_least) if self.decode == "selfindex" else None
+        return Budget(self.decode_budget, self.decode_least) if self.decode != "dense" else None
 
     def _check_decode(self) -> None:
         if not 0 <= self.decode_budget <= 1 or self.decode_least < 0:
@@ -153,10 +178,49 @@ class Policy:
                 "decode='selfindex' reads codes that kv='bf16' does not keep. Use kv='selfindex' (or 'auto', which "
                 "means it then), or decode='dense'."
             )
+        self._check_blocks()
         if self.prefill in PAGED and self.kv_form == "selfindex":
             raise InvalidInput(
                 f"prefill={self.prefill!r} keeps documents in pages of full keys and values, which are not in the "
                 "self-indexing form. Use prefill='dense' or 'sift' with it, or kv='auto' and decode='dense'."
+            )
+
+    @property
+    def prefill_rule(self) -> BlockRule:
+        """What tokens of a "blocks" prefill read."""
+        local = BlockRule.local if self.decode_local is None else self.decode_local
+        return BlockRule(top=self.prefill_blocks, local=local, dense_tokens=0)
+
+    def _check_blocks(self) -> None:
+        if self.prefill_blocks < 1:
+            raise InvalidInput(f"prefill_blocks is {self.prefill_blocks}; give 1 or more.")
+        for name, least in (("decode_local", 0), ("offload_slots", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InvalidInput(f"{name} is {value}; give {least} or more, or None for the default.")
+        if self.offload_slots is not None and (self.offload != "host" or self.decode not in BLOCKS):
+            raise InvalidInput(
+                f"offload_slots={self.offload_slots} with offload={self.offload!r} and decode={self.decode!r}; slots "
+                "are used by offload='host' with decode='blocks' or 'forecast'. Leave offload_slots out."
+            )
+        forced = 2 + (BlockRule.local if self.decode_local is None else self.decode_local)
+        if self.prefill == "blocks" and self.prefill_blocks < forced:
+            raise InvalidInput(
+                f"prefill_blocks is {self.prefill_blocks}, and {forced} blocks are read in any case (the first, a "
+                f"token's own, and {forced - 2} before it). Give as many or more, or a smaller decode_local."
+            )
+        if self.kv_form != "blocks":
+            return
+        asked = f"decode={self.decode!r} with offload={self.offload!r}"
+        if "selfindex" in (self.kv, self.decode):
+            raise InvalidInput(
+                f"{asked} and kv={self.kv!r}: keys and values are kept either as codes or in blocks. Use kv='auto' "
+                "with blocks, or offload='none' and decode='selfindex'."
+            )
+        if self.prefill in PAGED:
+            raise InvalidInput(
+                f"prefill={self.prefill!r} keeps documents in pages, which {asked} does not read. Use prefill='dense', "
+                "'sift' or 'blocks' with it, or decode='dense' and offload='none'."
             )
 
     @property

@@ -49,10 +49,44 @@ class ReuseReport:
 
 
 @dataclass(frozen=True)
+class BlockReport:
+    """Steps over keys and values in blocks. Shares are 0..1; all counts are over layers, KV heads and sequences.
+
+    block         tokens of a block
+    kept          blocks that a KV head of a layer read at a step, its own among them, mean over steps; 0: everything
+    recall        share of the blocks that layers would have chosen by their own queries which the forecast had named,
+                  forced ones left out; None unless it was measured
+    hit_rate      share of the wanted blocks that lay in a slot of the device already; None where all lies there
+    late          share of the wanted blocks that were copied while their layer waited: nobody had named them before
+    moved_bytes   from host to device
+    host_bytes, device_bytes   taken in either memory, pooled keys included
+    """
+
+    block: int
+    kept: float
+    recall: float | None
+    hit_rate: float | None
+    late: float | None
+    moved_bytes: int
+    host_bytes: int
+    device_bytes: int
+
+    def __str__(self) -> str:
+        parts = [f"{self.kept:.1f} blocks of {self.block} tokens a step and KV head"] if self.kept else []
+        parts += [f"forecast recall {self.recall:.3f}"] if self.recall is not None else []
+        if self.host_bytes:
+            parts.append(f"{self.host_bytes / 1e6:.1f} MB on the host, {self.device_bytes / 1e6:.1f} on the device")
+            parts.append(f"{self.moved_bytes / 1e6:.1f} MB moved")
+        if self.hit_rate is not None and self.late is not None:
+            parts.append(f"{100 * self.hit_rate:.1f} % of the blocks were there, {100 * self.late:.1f} % came late")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
 class DecodeReport:
     """How new tokens read the keys and values before them. Shares are 0..1, times in seconds.
 
-    asked, used  "dense" or "selfindex"; where they or the forms differ, `reason` says why
+    asked, used  "dense", "selfindex", "blocks" or "forecast"; where they or the forms differ, `reason` says why
     kv           the form in which keys and values are kept
     kernel       what computed the steps' attention; "" before the first
     steps        passes of one new token behind others, all of one batch
@@ -61,6 +95,7 @@ class DecodeReport:
     attended     share of the tokens whose keys and values a step read, mean over steps; codes are read of all of them
     compress_s   spent on compressing, the prompt and later tokens, before steps
     approximate  whether logits behind the prompt may differ from those of keys and values in the model's dtype
+    blocks       more of keys and values in blocks; None where they are not
     """
 
     asked: str
@@ -75,6 +110,7 @@ class DecodeReport:
     compress_s: float = 0.0
     approximate: bool = False
     reason: str = ""
+    blocks: BlockReport | None = None
 
     def __str__(self) -> str:
         size = f"KV {self.kv_bytes / 1e6:.1f} MB"
@@ -87,14 +123,15 @@ class DecodeReport:
         took = f", compressed in {self.compress_s:.2f} s" if self.compress_s else ""
         what = "approximate" if self.approximate else "exact"
         why = f"\n{self.asked} decode was asked for: {self.reason}" if self.reason else ""
-        return f"{self.used} decode, {self.steps} steps{kernel}{read}; kv {self.kv}: {size}{took}; {what}{why}"
+        more = f"\n{self.blocks}" if self.blocks is not None and str(self.blocks) else ""
+        return f"{self.used} decode, {self.steps} steps{kernel}{read}; kv {self.kv}: {size}{took}; {what}{more}{why}"
 
 
 @dataclass(frozen=True)
 class PrefillReport:
     """One prompt's prefill. Shares are 0..1, times in seconds.
 
-    asked, used   "dense", "sift", "reuse", "blend" or "prefix"; where they differ, `reason` says why
+    asked, used   "dense", "sift", "blocks", "reuse", "blend" or "prefix"; where they differ, `reason` says why
     selector      "" for a dense prefill
     kernel        what computed the attention
     density       share of the causal attention area computed, over all layers and heads

@@ -9,12 +9,13 @@ import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from tamis.cache.block_layer import BlockForm, BlockLayer
 from tamis.cache.selfindex.layer import SelfIndexLayer
 from tamis.core.errors import InvalidInput
 from tamis.core.registry import unknown
 from tamis.model.rope import Rotary
 
-FORMS = ("auto", "bf16", "selfindex")
+FORMS = ("auto", "bf16", "selfindex", "blocks")
 
 
 class Bf16Layer(DynamicLayer):
@@ -29,8 +30,9 @@ class Bf16Layer(DynamicLayer):
         return keys.to(dtype), values.to(dtype)
 
 
-def new_cache(form: str, config: Any) -> Cache:
-    """An empty cache of `form`: "auto" (the model's dtype), "bf16", or "selfindex" (codes that are their own index)."""
+def new_cache(form: str, config: Any, blocks: BlockForm | None = None) -> Cache:
+    """An empty cache of `form`: "auto" (the model's dtype), "bf16", "selfindex" (codes that are their own index), or
+    "blocks", which are kept as `blocks` says."""
     if form == "auto":
         return DynamicCache(config=config)
     if form == "bf16":
@@ -38,10 +40,12 @@ def new_cache(form: str, config: Any) -> Cache:
     if form == "selfindex":
         rotary = Rotary.of(config)
         return Cache(layers=[SelfIndexLayer(rotary=rotary) for _ in range(config.num_hidden_layers)])
+    if form == "blocks":
+        return Cache(layers=[BlockLayer(blocks) for _ in range(config.num_hidden_layers)])
     raise InvalidInput(unknown("kv format", form, list(FORMS)))
 
 
-def take_over(cache: Cache, form: str, config: Any) -> str:
+def take_over(cache: Cache, form: str, config: Any, blocks: BlockForm | None = None) -> str:
     """Give an empty `DynamicCache`, as transformers makes one for `generate`, the layers of `form`.
 
     In place: whoever holds it goes on with it. Returns why that cannot be, or "".
@@ -52,14 +56,15 @@ def take_over(cache: Cache, form: str, config: Any) -> str:
         return f"the caller's cache holds {cache.get_seq_length()} tokens already; only an empty one becomes {form!r}"
     if cache.offloading or any(type(layer) is not DynamicLayer for layer in cache.layers):
         return f"the caller's cache is offloaded or has layers of another kind; it cannot be turned into {form!r}"
-    cache.layers, cache.layer_class_to_replicate = new_cache(form, config).layers, None
+    cache.layers, cache.layer_class_to_replicate = new_cache(form, config, blocks).layers, None
     return ""
 
 
 def form_of(cache: Cache) -> str:
-    """The form that a cache has: "selfindex", "bf16", or else "auto"."""
+    """The form that a cache has: "selfindex", "blocks", "bf16", or else "auto"."""
     first = cache.layers[0] if cache.layers else None
-    return "selfindex" if isinstance(first, SelfIndexLayer) else "bf16" if isinstance(first, Bf16Layer) else "auto"
+    kinds = {"selfindex": SelfIndexLayer, "blocks": BlockLayer, "bf16": Bf16Layer}
+    return next((name for name, kind in kinds.items() if isinstance(first, kind)), "auto")
 
 
 def cache_argument(model: Any) -> str:
@@ -69,7 +74,7 @@ def cache_argument(model: Any) -> str:
 
 def layer_bytes(layer: Any) -> int:
     """Bytes that one layer's keys and values take."""
-    if isinstance(layer, SelfIndexLayer):
+    if isinstance(layer, SelfIndexLayer | BlockLayer):
         return layer.nbytes
     return sum(t.nbytes for t in (layer.keys, layer.values) if t is not None)
 
@@ -85,6 +90,8 @@ def stored_dtype(form: str, model_dtype: torch.dtype) -> torch.dtype:
         return model_dtype
     if form == "bf16":
         return torch.bfloat16
+    if form == "blocks":
+        raise InvalidInput("kv format 'blocks' is no format of pages; allowed here are auto and bf16.")
     if form == "selfindex":
         raise InvalidInput("kv format 'selfindex' keeps codes, not keys of one dtype; allowed here are auto and bf16.")
     raise InvalidInput(unknown("kv format", form, list(FORMS)))

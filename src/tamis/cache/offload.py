@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from tamis.cache.slots import Moves, SlotMap
-from tamis.cache.streams import Event, Stream
+from tamis.cache.streams import Queue
 from tamis.core.errors import InvalidInput
 
 
@@ -42,48 +43,85 @@ class PoolShape:
 
 
 class LayerBlocks:
-    """One layer of one sequence: whole blocks on the host [Hkv, N, 2, block, D], slots [Hkv, S, 2, block, D] and the
-    growing block on the device."""
+    """One layer of one sequence: whole blocks on the host [Hkv, N, 2, block, D] (pinned beside a CUDA device), slots
+    [Hkv, S, 2, block, D] and the growing block on the device. Sequences of one length may lie side by side as heads."""
 
     def __init__(
         self, shape: PoolShape, capacity: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         body = (2, shape.block, shape.head_dim)
-        self.shape = shape
+        self.shape, self.device = shape, torch.device(device)
         self.map = SlotMap(shape.n_kv_heads, shape.n_slots, device)
-        self.host = torch.empty((shape.n_kv_heads, -(-capacity // shape.block), *body), dtype=dtype)
+        self.host = self._host_memory(-(-capacity // shape.block), dtype)
         self.slots = torch.empty((shape.n_kv_heads, shape.n_slots, *body), dtype=dtype, device=device)
         self.tail = torch.empty((shape.n_kv_heads, *body), dtype=dtype, device=device)
         self.n_tokens = 0
-        self.copied = 0  # blocks from host to device, over all KV heads
-        self.asked = 0
+        self.streamed = 0  # blocks that `dense` brought, over all KV heads
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # of `copied` and `asked`
+
+    @property
+    def copied(self) -> int:
+        """Blocks that went into slots, over all KV heads. Waits for the device."""
+        return int(self.counts[0])
+
+    @property
+    def asked(self) -> int:
+        """Blocks that were wanted, over all KV heads. Waits for the device."""
+        return int(self.counts[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.slots.nbytes + self.tail.nbytes
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Put k, v [Hkv, n, D] behind what there is. A block goes to the host when it is full; it stays the tail until
         the next token comes."""
-        size, capacity = self.shape.block, self.host.shape[1] * self.shape.block
-        if self.n_tokens + k.shape[1] > capacity:
-            raise InvalidInput(f"{self.n_tokens + k.shape[1]} tokens; the host memory was made for {capacity}.")
+        size, n = self.shape.block, k.shape[1]
+        capacity = self.host.shape[1] * size
+        if self.n_tokens + n > capacity:
+            raise InvalidInput(f"{self.n_tokens + n} tokens; the host memory was made for {capacity}.")
         both = torch.stack([k, v], 1).to(self.tail.dtype)  # [Hkv, 2, n, D]
-        done = 0
-        while done < k.shape[1]:
-            at = self.n_tokens % size
-            n = min(size - at, k.shape[1] - done)
-            self.tail[:, :, at : at + n] = both[:, :, done : done + n]
-            self.n_tokens += n
-            done += n
-            if self.n_tokens % size == 0:
-                self.host[:, self.n_tokens // size - 1] = self.tail.to(self.host.device)
+        first = min(n, -self.n_tokens % size)
+        whole = (n - first) // size * size
+        self._append_in_block(both[:, :, :first])
+        if whole:
+            blocks = torch.unflatten(both[:, :, first : first + whole], 2, (-1, size)).transpose(1, 2)
+            at = self.n_tokens // size
+            self.host[:, at : at + whole // size] = blocks.to(self.host.device)
+            self.tail.copy_(blocks[:, -1])
+            self.n_tokens += whole
+        self._append_in_block(both[:, :, first + whole :])
+
+    def reserve(self, capacity: int, n_slots: int) -> None:
+        """Have room for so many tokens, and so many slots, if there is less. Waits for the device where it grows."""
+        n_blocks = -(-capacity // self.shape.block)
+        if self.device.type == "cuda" and (n_blocks > self.host.shape[1] or n_slots > self.shape.n_slots):
+            torch.cuda.synchronize(self.device)  # a copy may still read what is left behind
+        if n_blocks > self.host.shape[1]:
+            before, self.host = self.host, self._host_memory(n_blocks, self.host.dtype)
+            self.host[:, : before.shape[1]] = before
+        if n_slots > self.shape.n_slots:
+            more = self.slots.new_empty((self.slots.shape[0], n_slots - self.shape.n_slots, *self.slots.shape[2:]))
+            self.slots = torch.cat([self.slots, more], 1)
+            self.shape = replace(self.shape, n_slots=n_slots)
+            self.map.widen(n_slots)
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values [Hkv, T, D] on the device: every block before the growing one is brought."""
+        full = (self.n_tokens - self._in_tail) // self.shape.block
+        blocks = self.host[:, :full].to(self.device)
+        self.streamed += blocks.shape[0] * full
+        return with_tail(blocks, self.tail[:, :, : self._in_tail])
 
     def place(self, wanted: torch.Tensor, *, forget: bool = False) -> Moves:
         """Slots for `wanted` int [Hkv, W], blocks on the host before the one of the token that will attend (-1: none).
-        See `SlotMap.place`."""
-        most, full = int(wanted.max()), self.n_tokens // self.shape.block
-        if most >= full:
+        See `SlotMap.place`. A block that is not on the host is refused where that can be seen without waiting."""
+        full = self.n_tokens // self.shape.block
+        if not wanted.is_cuda and wanted.numel() and (most := int(wanted.max())) >= full:
             raise InvalidInput(f"block {most} is wanted; {full} are full and on the host. Leave out the tail.")
         moves = self.map.place(wanted, forget=forget)
-        self.copied += int(moves.missing.sum())
-        self.asked += int((wanted >= 0).sum())
+        self.counts += torch.stack([moves.missing.sum(), (wanted >= 0).sum().to(self.device)])
         return moves
 
     def fetch(self, wanted: torch.Tensor, moves: Moves) -> None:
@@ -92,10 +130,16 @@ class LayerBlocks:
         block = wanted.to(head.device, torch.int64)[head, place]
         self.slots[head, moves.slot[head, place]] = self.host[head.cpu(), block.cpu()].to(self.slots.device)
 
-    def attend(self, q: torch.Tensor, moves: Moves, *, scale: float) -> torch.Tensor:
-        """One token's attention to placed blocks and the growing one: q [Hq, D] → [Hq, D]."""
+    def attend(self, q: torch.Tensor, moves: Moves, *, scale: float, every: bool = False) -> torch.Tensor:
+        """One token's attention to placed blocks and the growing one: q [Hq, D] → [Hq, D].
+
+        every: there is a block in every place of the wanted, so that nothing need be masked.
+        """
+        head = torch.arange(moves.slot.shape[0], device=moves.slot.device)[:, None]
+        if every:
+            tail = self.tail[:, :, : self._in_tail]
+            return attend_whole(q, self.slots[head, moves.slot], tail, scale=scale)
         slot = moves.slot.clamp(min=0)
-        head = torch.arange(slot.shape[0], device=slot.device)[:, None]
         return attend_parts(q, self.slots[head, slot], moves.slot >= 0, self.tail, self._in_tail, scale=scale)
 
     def attend_resident(self, q: torch.Tensor, wanted: torch.Tensor, *, scale: float) -> torch.Tensor:
@@ -108,6 +152,35 @@ class LayerBlocks:
     @property
     def _in_tail(self) -> int:
         return (self.n_tokens - 1) % self.shape.block + 1 if self.n_tokens else 0
+
+    def _append_in_block(self, both: torch.Tensor) -> None:
+        """Tokens [Hkv, 2, n, D] that all belong to one block."""
+        n, size = both.shape[2], self.shape.block
+        if not n:
+            return
+        at = self.n_tokens % size
+        self.tail[:, :, at : at + n] = both
+        self.n_tokens += n
+        if self.n_tokens % size == 0:
+            self.host[:, self.n_tokens // size - 1] = self.tail.to(self.host.device)
+
+    def _host_memory(self, n_blocks: int, dtype: torch.dtype) -> torch.Tensor:
+        shape = (self.shape.n_kv_heads, n_blocks, 2, self.shape.block, self.shape.head_dim)
+        return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+
+def with_tail(blocks: torch.Tensor, tail: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """blocks [Hkv, W, 2, block, D] and tail [Hkv, 2, n, D] behind them → keys and values [Hkv, W * block + n, D]."""
+    k, v = (torch.cat([blocks[:, :, i].flatten(1, 2), tail[:, i]], 1) for i in (0, 1))
+    return k, v
+
+
+def attend_whole(q: torch.Tensor, blocks: torch.Tensor, tail: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """Attention to all tokens of blocks [Hkv, W, 2, block, D] and of tail [Hkv, 2, n, D]: q [Hq, D] → [Hq, D]."""
+    k, v = (t.to(q.dtype) for t in with_tail(blocks, tail))
+    grouped = torch.unflatten(q, 0, (blocks.shape[0], -1))
+    out = torch.nn.functional.scaled_dot_product_attention(grouped[None], k[None], v[None], scale=scale)
+    return out[0].flatten(0, 1)
 
 
 def attend_parts(
@@ -134,10 +207,10 @@ class Prefetcher:
     layer's attention waits for. The first event also keeps a copy from overwriting what an earlier step still reads.
     """
 
-    def __init__(self, layers: Sequence[LayerBlocks], compute: Stream, copy: Stream) -> None:
+    def __init__(self, layers: Sequence[LayerBlocks], compute: Queue, copy: Queue) -> None:
         self.layers, self.compute, self.copy = list(layers), compute, copy
         self._moves: dict[int, Moves] = {}
-        self._arrived: dict[int, Event] = {}
+        self._arrived: dict[int, Any] = {}
 
     def want(self, layer: int, wanted: torch.Tensor, *, forget: bool = False) -> None:
         """Hand in what brings `wanted` [Hkv, W] of `layer` to the device."""
@@ -150,7 +223,10 @@ class Prefetcher:
         self.copy.run(lambda: self.layers[layer].fetch(wanted, self._moves[layer]))
         self._arrived[layer] = self.copy.record()
 
-    def attend(self, layer: int, q: torch.Tensor, out: list[torch.Tensor], *, scale: float) -> None:
-        """Hand in the layer's attention, behind the copy; the result is appended to `out`."""
+    def attend(
+        self, layer: int, q: torch.Tensor, out: list[torch.Tensor], *, scale: float, every: bool = False
+    ) -> None:
+        """Hand in the layer's attention, behind the copy; the result is appended to `out`. every: see `LayerBlocks`."""
         self.compute.wait(self._arrived.pop(layer))
-        self.compute.run(lambda: out.append(self.layers[layer].attend(q, self._moves[layer], scale=scale)))
+        layers, moves = self.layers, self._moves
+        self.compute.run(lambda: out.append(layers[layer].attend(q, moves[layer], scale=scale, every=every)))

@@ -1,7 +1,7 @@
-"""Streams and events of a device, simulated: work in any order that the events allow.
+"""Streams of work and events between them: a CUDA device's, none at all, and simulated ones.
 
-A stand-in for CUDA's where there is none. What is right in every order is right on a device; what needs a wait that is
-not there goes wrong in some order, which a test can find.
+A simulated stream does its work in any order that the events allow. What is right in every order is right on a device;
+what needs a wait that is not there goes wrong in some order, which a test can find.
 """
 
 from __future__ import annotations
@@ -10,8 +10,77 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
 
 from tamis.core.errors import BrokenInvariant
+
+
+class Queue(Protocol):
+    """Takes work in order; its events are understood by queues of its kind."""
+
+    def run(self, work: Callable[[], None]) -> None: ...
+
+    def record(self) -> Any: ...
+
+    def wait(self, event: Any) -> None: ...
+
+
+class AtOnce:
+    """A queue that does its work as it is handed in, for devices that have no streams."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do it."""
+        work()
+
+    def record(self) -> None:
+        """All is done already."""
+
+    def wait(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+
+class DeviceStream:
+    """A CUDA stream. stream: None is the one that is current when work is handed in."""
+
+    def __init__(self, stream: Any | None = None) -> None:
+        self._stream = stream
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Hand in what `work` launches."""
+        with torch.cuda.stream(self._now):
+            work()
+
+    def record(self) -> Any:
+        """An event that happens after the work handed in so far."""
+        return self._now.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Work handed in from now on begins after `event`."""
+        self._now.wait_event(event)
+
+    @property
+    def _now(self) -> Any:
+        return torch.cuda.current_stream() if self._stream is None else self._stream
+
+
+@dataclass(frozen=True)
+class Queues:
+    """Where a step computes and where it copies. settle: called where the step's work must have been done, which only
+    simulated streams need to be told."""
+
+    compute: Queue
+    copy: Queue
+    settle: Callable[[], None] = lambda: None
+
+    @classmethod
+    def of(cls, device: torch.device) -> Queues:
+        """The device's own: on CUDA the current stream and one beside it."""
+        if device.type != "cuda":
+            return cls(AtOnce(), AtOnce())
+        beside: Any = torch.cuda.Stream
+        return cls(DeviceStream(), DeviceStream(beside(device)))
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,11 +18,14 @@ from tamis.cli.options import (
     ChunkTokens,
     Decode,
     DecodeBudget,
+    DecodeLocal,
     Device,
     Dtype,
+    Forecast,
     Json,
     Kv,
     Model,
+    Offload,
     Rebuild,
     Recompute,
     Store,
@@ -34,7 +38,7 @@ from tamis.core.errors import NothingFound
 if TYPE_CHECKING:
     from tamis.corpus import AddReport, Hit
     from tamis.engine.answer import Answer, Comparison
-    from tamis.engine.knowledge import KnowledgeBase
+    from tamis.engine.knowledge import Added, KnowledgeBase
 
 SKIPPED_SHOWN = 3  # reasons in one error, at most
 
@@ -43,7 +47,7 @@ def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
     docs: Annotated[list[str], typer.Option("--docs", "-d", help="Files, folders or globs; may be repeated.")],
     model: Model = "smollm2",
-    prefill: Annotated[str, typer.Option(help="dense, sift, reuse, blend or prefix.")] = "sift",
+    prefill: Annotated[str, typer.Option(help="dense, sift, blocks, reuse, blend or prefix.")] = "sift",
     selector: Annotated[str, typer.Option(help="How sift chooses tiles: sampled, threshold, stored, …")] = "sampled",
     mass: Annotated[float, typer.Option(help="Share of the attention that sampled and oracle keep.")] = 0.9,
     min_tokens: Annotated[int | None, typer.Option(help="Prompt length from which sift is used.")] = None,
@@ -56,6 +60,9 @@ def ask(
     kv: Kv = "auto",
     decode: Decode = "dense",
     decode_budget: DecodeBudget = 0.075,
+    decode_local: DecodeLocal = None,
+    forecast: Forecast = None,
+    offload: Offload = "none",
     passages: Annotated[int, typer.Option("--passages", "-k", min=1, help="Passages in the prompt, at most.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer, at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
@@ -70,16 +77,15 @@ def ask(
     json: Json = False,
 ) -> None:
     """Answer QUESTION from documents, cite the passages, and report what was computed."""
-    import time
-
     from tamis.engine.knowledge import default_store
     from tamis.engine.sampling import Sampling
 
     choices = {"selector": selector, "mass": mass, "min_tokens": min_tokens, "chunk_tokens": chunk_tokens}
     choices |= {"recompute": recompute, "blend": blend, "accept_block_attention": accept_block_attention}
-    choices |= {"kv": kv, "decode": decode, "decode_budget": decode_budget}
+    choices |= {"kv": kv, "decode": decode, "decode_budget": decode_budget, "decode_local": decode_local}
+    choices |= {"forecast": forecast, "offload": offload, "adapter": adapter, "cache_dir": cache_dir}
     with (
-        load(model, device, dtype, yarn, prefill=prefill, adapter=adapter, cache_dir=cache_dir, **choices) as llm,
+        load(model, device, dtype, yarn, prefill=prefill, **choices) as llm,
         llm.corpus(store or default_store(llm.spec(llm.policy)), rebuild=rebuild) as base,
     ):
         with progress("indexing") as step:
@@ -87,18 +93,16 @@ def ask(
         begin = time.perf_counter()
         hits = _search(base, question, passages, added.files)
         documents = llm.fit(question, hits, room=max_tokens)
-        retrieval_s = time.perf_counter() - begin
-        notes = _notes(added.files, added.indexed, len(hits) - len(documents))
-        notes.insert(0, f"{begin - STARTED:.1f} s from the start of the command to the question")
+        took, notes = time.perf_counter() - begin, _notes(added, len(hits) - len(documents), begin - STARTED)
         # the instruction asks for a sentence or two; small models go round in circles after that
         sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature, seed=seed, stop=("\n\n",))
         if compare:
             both = llm.compare(question, documents, sampling=sampling, measure_recall=recall)
-            _print_comparison(both.with_retrieval(retrieval_s, notes), json)
+            _print_comparison(both.with_retrieval(took, notes), json)
         else:
             show = None if json else _show
             answer = llm.generate(question, documents, sampling=sampling, on_text=show, measure_recall=recall)
-            _print_answer(answer.with_retrieval(retrieval_s, notes), json)
+            _print_answer(answer.with_retrieval(took, notes), json)
 
 
 def _search(base: KnowledgeBase, question: str, passages: int, files: AddReport) -> list[Hit]:
@@ -110,10 +114,11 @@ def _search(base: KnowledgeBase, question: str, passages: int, files: AddReport)
         raise NothingFound(f"{e}{skipped}") from e
 
 
-def _notes(files: AddReport, indexed: int, dropped: int) -> list[str]:
-    notes = [
-        f"{len(files.sources)} files ({len(files.read)} read, {files.unchanged} unchanged), {indexed} passages indexed"
-    ]
+def _notes(added: Added, dropped: int, started_s: float) -> list[str]:
+    files = added.files
+    read = f"{len(files.sources)} files ({len(files.read)} read, {files.unchanged} unchanged)"
+    notes = [f"{started_s:.1f} s from the start of the command to the question"]
+    notes.append(f"{read}, {added.indexed} passages indexed")
     notes += [f"skipped {s.path}: {s.reason}" for s in files.skipped]
     notes += list(files.warnings)
     if dropped:

@@ -42,7 +42,8 @@ def forecast(
 
     forecast and infinigen (the layer's own query projection on the previous layer's hidden states) look one layer
     ahead; own is the layer's choice itself. Forced blocks are left out of a recall, and rows that may read everything.
-    Each also prefills the text with its blocks only: KL, agreement and density against dense.
+    Each also prefills the text with its blocks only: KL, agreement and density against dense. And each decodes what was
+    generated with blocks from host memory: what moved, and what came late; forecast-unfetched copies nothing ahead.
     """
     from tamis.bench.results import Row
     from tamis.cli.texts import texts_of
@@ -78,10 +79,11 @@ def forecast(
 
 def _show(found: Found) -> None:
     """Means of the layers that look ahead, the recall of every layer, and what reading those blocks only does."""
-    from tamis.eval.forecast import METRICS, QUALITY
+    from tamis.eval.forecast import METRICS, MOVES, QUALITY
 
     summary = found.summary()
-    quality = summary.pop("quality", {})
+    tables = [("prefill by blocks", QUALITY, summary.pop("quality", {}))]
+    tables.append(("decode, KV on host", MOVES, summary.pop("offload", {})))
     print(f"{'':20}" + "".join(f"{m:>18}" for m in METRICS))
     for rows, providers in summary.items():
         for name, values in providers.items():
@@ -91,6 +93,8 @@ def _show(found: Found) -> None:
         for name, values in providers.items():
             if name != "own":
                 print(f"{name:10}" + " ".join(f"{v:.2f}" for v in values["recall_by_layer"]))
-    print(f"\n{'prefill by blocks':20}" + "".join(f"{m:>18}" for m in QUALITY))
-    for name, values in quality.items():
-        print(f"{name:20}" + "".join(f"{values[m]:18.4f}" for m in QUALITY))
+    for title, metrics, providers in tables:
+        if providers:
+            print(f"\n{title:20}" + "".join(f"{m:>18}" for m in metrics))
+        for name, values in providers.items():
+            print(f"{name:20}" + "".join(f"{values[m]:18.4f}" for m in metrics))

@@ -41,13 +41,25 @@ CacheDir = Annotated[
 ChunkTokens = Annotated[int | None, typer.Option(min=1, help="Prefill in chunks of so many tokens, at most.")]
 Rebuild = Annotated[bool, typer.Option("--rebuild", help="Drop a store that does not fit, and make it again.")]
 Kv = Annotated[str, typer.Option("--kv", help="How keys and values are kept: auto, bf16 or selfindex (5x smaller).")]
-Decode = Annotated[str, typer.Option(help="How new tokens read them: dense, or selfindex (a share of them).")]
-DecodeBudget = Annotated[float, typer.Option(min=0, max=1, help="decode selfindex: the share a token reads.")]
+Decode = Annotated[str, typer.Option(help="How new tokens read them: dense, or a share: selfindex, blocks, forecast.")]
+DecodeBudget = Annotated[float, typer.Option(min=0, max=1, help="decode, not dense: the share a token reads.")]
+DecodeLocal = Annotated[
+    int | None, typer.Option(min=0, help="decode blocks, forecast: blocks before a token that it reads in any case.")
+]
+Forecast = Annotated[
+    str | None, typer.Option("--forecast", help="decode forecast: folder that tamis train forecast wrote.")
+]
+Offload = Annotated[str, typer.Option(help="host: keys and values in host memory, slots on the device; or none.")]
 
 
 def load(model: str, device: str | None, dtype: str | None, yarn: float | None = None, **choices: Any) -> LLM:
-    """The model, with a line on stderr while a GGUF file is converted."""
+    """The model, with a line on stderr while a GGUF file is converted; "shape:NAME": random weights of that shape."""
     from tamis.engine.llm import LLM
+
+    if model.startswith("shape:"):
+        from tamis.bench.serve_words import shape_with_words
+
+        return LLM(shape_with_words(model), **choices)
 
     def note(name: str) -> None:
         typer.echo(f"converting {name} once; later starts use the result …", err=True)

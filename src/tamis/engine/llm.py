@@ -21,6 +21,7 @@ from tamis.engine.knowledge import KnowledgeBase
 from tamis.engine.runner import Prefilled, Runner
 from tamis.engine.sampling import Sampling, TextStream, stop_tokens
 from tamis.engine.template import Template, Turn
+from tamis.forecast.heads import Forecast
 from tamis.index.spec import IndexSpec
 from tamis.index.store import RecordStore
 from tamis.model.fingerprint import ModelFingerprint
@@ -35,6 +36,7 @@ class LLM:
 
     model     "smollm2", a directory (safetensors or GGUF), a .gguf file, a hub name, or a `LoadedModel`
     device, dtype, yarn, adapter   see `model.source.load_model`
+    forecast  folder that `tamis train forecast` wrote for this very model: what decode="forecast" reads by
     policy    the defaults of every request; single choices may be given by name: LLM("…", prefill="sift")
     choices   of the policy, and those of the documents' cache: `cache_bytes`, `host_bytes`, `cache_dir`, `disk_bytes`,
               see `attention.reuse_store.CacheSettings`
@@ -51,6 +53,7 @@ class LLM:
         dtype: str | None = None,
         yarn: float | None = None,
         adapter: str | Path | None = None,
+        forecast: str | Path | None = None,
         policy: Policy | None = None,
         on_convert: Callable[[str], None] | None = None,
         **choices: Any,
@@ -66,7 +69,7 @@ class LLM:
             options: dict[str, Any] = {"device": device, "dtype": dtype, "yarn": yarn, "on_convert": on_convert}
             loaded = load_model(model, adapter=adapter, **options)
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
-        self.runner = Runner(loaded.model, self.policy)
+        self.runner = Runner(loaded.model, self.policy, _forecast(forecast, loaded))
         self.template = Template(self.tokenizer)
         self.stop_tokens = stop_tokens(loaded.model, self.tokenizer)
         self._spec: IndexSpec | None = None
@@ -252,13 +255,11 @@ class LLM:
         choices: dict[str, Any],
     ) -> Generator[str, None, Answer]:
         begin = time.perf_counter()
-        tokens = [self.document_tokens(d) for d in reversed(documents)]
-        prompt = self.template.prompt(question, tokens, history)
+        prompt = self.template.prompt(question, [self.document_tokens(d) for d in reversed(documents)], history)
         prompted = time.perf_counter()
         start = self.prefill(prompt, measure_recall=measure_recall, room_tokens=sampling.max_new_tokens, **choices)
-        text = TextStream(self.tokenizer, sampling.stop)
+        text, first = TextStream(self.tokenizer, sampling.stop), time.perf_counter()
         new: list[int] = []
-        first = time.perf_counter()
         for token in self.runner.decode(start, sampling, self.stop_tokens):
             if not new:
                 first = time.perf_counter()
@@ -280,6 +281,10 @@ class LLM:
         )
         report = Report(start.report, timing, len(new), "stop" if ended else "length", decode=start.decode_report)
         return Answer(text.text, report, _sources(documents, text.text), tuple(new), start.logits)
+
+
+def _forecast(folder: str | Path | None, loaded: LoadedModel) -> Forecast | None:
+    return None if folder is None else Forecast.load(folder, loaded.model, loaded.tokenizer)
 
 
 def _sources(documents: Sequence[Document], answer: str) -> tuple[Source, ...]:

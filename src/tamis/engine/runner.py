@@ -6,21 +6,24 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tamis.attention.decode import Decoding, check_form
-from tamis.attention.hook import Switch, install
+from tamis.attention.caching import AnyDecoding, Caching, check_form
+from tamis.attention.fused import FusedForecast
+from tamis.attention.hook import install
 from tamis.attention.offline import Indexer, Progress
 from tamis.attention.planner import Plan, plan_prefill
 from tamis.attention.policy import PAGED, Policy
 from tamis.attention.report import DecodeReport, PrefillReport
 from tamis.attention.reuse import ROOM_TOKENS, ReuseEngine, Session
-from tamis.cache.formats import cache_argument, new_cache
+from tamis.cache.formats import cache_argument
 from tamis.core.errors import ContextOverflow, InvalidInput
 from tamis.engine.sampling import Sampler, Sampling
+from tamis.forecast.heads import Forecast
 from tamis.model.family import geometry
 from tamis.prompt.segments import Prompt
 
@@ -40,7 +43,7 @@ class Prefilled:
     plan_s: float
     index_s: float
     prefill_s: float
-    decoding: Decoding | None = None
+    decoding: AnyDecoding | None = None
     tokens: Sequence[int] = ()
 
     @property
@@ -59,22 +62,27 @@ class Runner:
 
     Safe to use from many threads: `lock` is held during every pass of the model, which takes one at a time. Raises
     ModelUnsupported at once where `policy`, the one of most requests, asks for a cache that the model cannot have.
+    forecast: what decode="forecast" chooses by; it lies under the model's QKV matrices until `close`.
     """
 
-    def __init__(self, model: Any, policy: Policy | None = None) -> None:
+    def __init__(self, model: Any, policy: Policy | None = None, forecast: Forecast | None = None) -> None:
         self.model = model
         self.lock = threading.RLock()
         self.geometry = geometry(model.config)
-        check_form(policy or Policy(), model)
-        self.switch: Switch
-        self._uninstall: Callable[[], None]
-        self.switch, self._uninstall = install(model)
         self._cache = cache_argument(model)
+        with ExitStack() as undo:
+            self.switch, uninstall = install(model)
+            undo.callback(uninstall)
+            self._forecast = None if forecast is None else FusedForecast(model, forecast)
+            if self._forecast is not None:
+                undo.callback(self._forecast.close)
+            check_form(policy or Policy(), model, self._forecast)
+            self._undo = undo.pop_all()
+        self.caching = Caching(model, self._forecast)
 
     def close(self) -> None:
-        """Take Tamis's attention out of the model again. Closing twice is harmless."""
-        uninstall, self._uninstall = self._uninstall, _nothing
-        uninstall()
+        """Take Tamis's attention and forecast out of the model again. Closing twice is harmless."""
+        self._undo.close()
 
     def check_fits(self, n_tokens: int) -> None:
         """Raises ContextOverflow if a prompt of that length leaves no room for one new token."""
@@ -102,14 +110,15 @@ class Runner:
         are reserved there for the answer.
         """
         self.check_fits(len(prompt.tokens))
-        check_form(policy, self.model)
+        check_form(policy, self.model, self._forecast)
         if policy.prefill in PAGED:
             if reuse is None:
                 raise InvalidInput(f"prefill={policy.prefill!r} needs a cache of documents, which tamis.LLM has.")
             begin = functools.partial(reuse().begin, indexer=indexer, on_index=on_index)
             return self._prefill_paged(prompt, policy, begin, room_tokens)
+        options: dict[str, Any] = {"measure_recall": measure_recall, "on_index": on_index}
         with self.lock:
-            return self._prefill(prompt, policy, indexer, measure_recall=measure_recall, on_index=on_index)
+            return self._prefill(prompt, policy, indexer, room_tokens=room_tokens, **options)
 
     def _prefill_paged(
         self, prompt: Prompt, policy: Policy, begin_session: Callable[..., Session], room_tokens: int
@@ -135,12 +144,14 @@ class Runner:
         *,
         measure_recall: bool,
         on_index: Progress | None,
+        room_tokens: int,
     ) -> Prefilled:
         begin = time.perf_counter()
         plan: Plan = plan_prefill(self.model, prompt, policy, indexer, measure_recall=measure_recall, on_index=on_index)
         planned = time.perf_counter()
-        cache = new_cache(policy.kv_form, self.model.config)
-        decoding = Decoding(self.model, cache, policy)
+        room = min(room_tokens, self.geometry.context_tokens - len(prompt.tokens))
+        cache = self.caching.new_cache(policy, room=room)
+        decoding = self.caching.decoding(cache, policy, measure=measure_recall)
         with torch.inference_mode(), plan.running(self.switch):
             ids = torch.tensor([prompt.tokens], device=next(self.model.parameters()).device)
             for first, end in plan.chunks:
@@ -192,7 +203,3 @@ class Runner:
             ids = torch.tensor([[token]], device=next(self.model.parameters()).device)
             logits: torch.Tensor = self.model(ids, **{self._cache: start.cache}, use_cache=True).logits[0, -1]
         return logits
-
-
-def _nothing() -> None:
-    pass

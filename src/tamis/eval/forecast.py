@@ -13,9 +13,12 @@ from typing import Any
 import torch
 
 from tamis.attention.block_choices import ForecastChoice, StaleChoice
-from tamis.attention.block_prefill import BlockPrefill, Chooser, OwnChoice, dense, row_chunks
+from tamis.attention.block_decode import BlockDecoding, Steps
+from tamis.attention.block_prefill import BlockPrefill, OwnChoice, PooledChoice, dense, row_chunks
 from tamis.attention.hook import Job, Switch, install
-from tamis.attention.layer_inputs import decoder_layers, watching
+from tamis.attention.layer_inputs import LayerInputs, decoder_layers, watching
+from tamis.cache.block_layer import BlockForm
+from tamis.cache.formats import cache_argument, new_cache
 from tamis.core.errors import InvalidInput
 from tamis.forecast.heads import Forecast
 from tamis.forecast.recall import contested, recall
@@ -27,6 +30,9 @@ from tamis.model.source import LoadedModel
 PROVIDERS = ("forecast", "infinigen", "own")
 METRICS = ("recall", "recall_attention", "mass")
 QUALITY = {"kl": "nat", "agreement": "1", "density": "1"}
+UNFETCHED = "forecast-unfetched"  # chooses one layer ahead, but copies only when the layer runs
+OFFLOADED = (*PROVIDERS, UNFETCHED)  # "own" is sparse offload without prefetch
+MOVES = {"kl": "nat", "agreement": "1", "attended": "1", "hit_rate": "1", "late": "1", "moved_bytes": "B"}
 LAST = 32  # predictions that are compared where the model generated nothing
 
 
@@ -35,7 +41,7 @@ class Plan:
     """rule       the selection that is forecast
     rows       rows of a text that are judged, spread over those that have blocks to choose from
     generated  tokens that the model then makes itself, all of which are judged as decode rows; 0 for none
-    quality    also run the text with each provider's blocks only
+    quality    also run the text with each provider's blocks only, and what was generated with blocks from host memory
     """
 
     rule: BlockRule
@@ -58,10 +64,14 @@ class Found:
     Layer 0 chooses for itself: for it "forecast" is that projection and "infinigen" the layer's own choice.
     quality: by (provider, metric) of a prefill whose tokens read the provider's blocks only, against dense: "kl" and
     "agreement" of the last predictions, "density" of the attention.
+    moves: by (provider, metric) of decode steps over the generated tokens whose keys and values lie in host memory:
+    "kl" and "agreement" against dense, "attended" share of the tokens, "hit_rate" of the slots, the share of wanted
+    blocks that came "late", and the "moved_bytes" of a step.
     """
 
     values: dict[tuple[str, str, int, str], list[float]] = field(default_factory=dict)
     quality: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    moves: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     n_layers: int = 0
     texts: int = 0
 
@@ -76,13 +86,13 @@ class Found:
             (f"{rows}/{'mean' if layer < 0 else f'layer-{layer}'}", provider, metric, values, "1")
             for (rows, provider, layer, metric), values in sorted(self.values.items())
         ]
-        return made + [
-            ("quality", provider, metric, values, QUALITY[metric])
-            for (provider, metric), values in self.quality.items()
-        ]
+        for case, kept, units in (("quality", self.quality, QUALITY), ("offload", self.moves, MOVES)):
+            made += [(case, provider, metric, values, units[metric]) for (provider, metric), values in kept.items()]
+        return made
 
     def summary(self) -> dict[str, Any]:
-        """Means over texts: {rows: {provider: {metric: mean of layers, "recall_by_layer": […]}}}, and "quality"."""
+        """Means over texts: {rows: {provider: {metric: mean of layers, "recall_by_layer": […]}}}, and "quality" and
+        "offload"."""
         made: dict[str, Any] = {}
         for rows, provider, layer, metric in self.values:
             place = made.setdefault(rows, {}).setdefault(provider, {})
@@ -91,8 +101,9 @@ class Found:
                 place[f"{metric}_by_layer"] = [
                     self.mean(rows, provider, metric, number) for number in range(self.n_layers)
                 ]
-        for (provider, metric), values in self.quality.items():
-            made.setdefault("quality", {}).setdefault(provider, {})[metric] = sum(values) / len(values)
+        for case, kept in (("quality", self.quality), ("offload", self.moves)):
+            for (provider, metric), values in kept.items():
+                made.setdefault(case, {}).setdefault(provider, {})[metric] = sum(values) / len(values)
         return made
 
 
@@ -119,7 +130,7 @@ def eval_forecast(
         switch, uninstall = install(model)
         try:
             with watching(model, residual=True) as seen:
-                choosers: dict[str, Chooser] = {
+                choosers: dict[str, PooledChoice] = {
                     "forecast": ForecastChoice(plan.rule, forecast, seen, rotary),
                     "infinigen": StaleChoice(plan.rule, layers, seen, rotary),
                     "own": OwnChoice(plan.rule),
@@ -129,7 +140,14 @@ def eval_forecast(
                 _add(found, judge)
                 for name, choose in choosers.items() if plan.quality else ():
                     job = BlockPrefill.of(replace(plan.rule, dense_tokens=0), choose)
-                    _compare(found, name, truth, _predictions(loaded, switch, job, tokens, plan), job)
+                    made = _predictions(loaded, switch, job, tokens, plan)
+                    density = sum(job.density.values()) / len(job.density)
+                    _compare(found.quality, name, truth, made, density=density)
+                for name in OFFLOADED if plan.quality and plan.generated else ():
+                    choose = choosers["forecast" if name == UNFETCHED else name]
+                    steps = _Stepped(loaded, choose, seen, plan.rule, name != UNFETCHED)
+                    made, moved = steps.run(switch, tokens, len(text))
+                    _compare(found.moves, name, truth, made, **moved)
         finally:
             uninstall()
     note(len(texts), len(texts))
@@ -145,12 +163,42 @@ def _predictions(loaded: LoadedModel, switch: Switch, job: Job, tokens: list[int
     return torch.log_softmax(made.logits[0].float(), -1)
 
 
-def _compare(found: Found, name: str, truth: torch.Tensor, other: torch.Tensor, job: BlockPrefill) -> None:
+def _compare(
+    into: dict[tuple[str, str], list[float]], name: str, truth: torch.Tensor, other: torch.Tensor, **more: float
+) -> None:
     kl = (truth.exp() * (truth - other)).sum(-1).mean()
     agreement = (truth.argmax(-1) == other.argmax(-1)).float().mean()
-    density = sum(job.density.values()) / len(job.density)
-    for metric, value in (("kl", float(kl)), ("agreement", float(agreement)), ("density", density)):
-        found.quality.setdefault((name, metric), []).append(value)
+    for metric, value in {"kl": float(kl), "agreement": float(agreement), **more}.items():
+        into.setdefault((name, metric), []).append(value)
+
+
+@dataclass
+class _Stepped:
+    """Decode steps over given tokens, whose keys and values lie in host memory."""
+
+    loaded: LoadedModel
+    choose: PooledChoice
+    seen: LayerInputs
+    rule: BlockRule
+    prefetch: bool
+
+    def run(self, switch: Switch, tokens: list[int], n_text: int) -> tuple[torch.Tensor, dict[str, float]]:
+        """Log probabilities [steps, vocabulary] behind each of tokens[n_text:], and what was read and moved."""
+        model, name = self.loaded.model, cache_argument(self.loaded.model)
+        n_steps = len(tokens) - n_text
+        cache = new_cache("blocks", model.config, BlockForm(self.rule, host=True, room=n_steps))
+        decoding = BlockDecoding(cache, self.choose, seen=self.seen, how=Steps(prefetch=self.prefetch))
+        made = []
+        with torch.no_grad():
+            for first, end in [(0, n_text), *((i, i + 1) for i in range(n_text, len(tokens)))]:
+                ids = torch.tensor([tokens[first:end]], device=self.loaded.device)
+                with decoding.running(switch, step=first > 0):
+                    made.append(model(ids, **{name: cache}, logits_to_keep=1).logits[0, -1].float())
+        report = decoding.report()
+        blocks = report.blocks
+        assert blocks is not None and blocks.hit_rate is not None and blocks.late is not None, "it was offloaded"
+        moved = {"attended": report.attended, "hit_rate": blocks.hit_rate, "late": blocks.late}
+        return torch.log_softmax(torch.stack(made[1:]), -1), moved | {"moved_bytes": blocks.moved_bytes / n_steps}
 
 
 def _continued(loaded: LoadedModel, tokens: list[int], more: int) -> list[int]:
@@ -171,7 +219,7 @@ class _Judge:
     """A job for `Switch.running`: dense attention, and beside it what each provider would have read."""
 
     plan: Plan
-    choosers: dict[str, Chooser]
+    choosers: dict[str, PooledChoice]
     n_text: int
     n_tokens: int
     device: torch.device

@@ -2,8 +2,8 @@
 
 The prompt is the caller's: documents are found in it by their token ids. What is not found, or a pass that no plan
 fits (a batch, padding, a chunk that ends inside a tile), runs the stock attention, and the report says so. Chunks that
-fit (`generate(prefill_chunk_size=…)`) have one report together. Under kv="selfindex" the cache that `generate` makes is
-given that form; see `integrations.hf.caches`.
+fit (`generate(prefill_chunk_size=…)`) have one report together. Where the policy asks for another form of cache, the
+one that `generate` makes is given it; see `integrations.hf.caches`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from tamis.attention.decode import check_form
+from tamis.attention.caching import Caching, check_form
+from tamis.attention.fused import FusedForecast
 from tamis.attention.hook import attention_layers, install
 from tamis.attention.offline import Indexer, index_spec
 from tamis.attention.planner import Plan, plan_prefill
 from tamis.attention.policy import Policy
 from tamis.attention.report import DecodeReport, PrefillReport
 from tamis.core.errors import InvalidInput
+from tamis.forecast.heads import Forecast
 from tamis.index.store import RecordStore
 from tamis.integrations.hf.caches import CACHE, MASK, Caches, argument, rows
 from tamis.integrations.hf.chunks import NOT_FOUND, Begun, fit, whole_documents
@@ -45,6 +48,7 @@ def attach(
     prefix: Sequence[int] = (),
     policy: Policy | None = None,
     measure_recall: bool = False,
+    forecast: str | Path | None = None,
     **choices: Any,
 ) -> Attached:
     """Put Tamis into `model` until the returned object is closed (use it in a `with` block).
@@ -53,11 +57,14 @@ def attach(
     documents  texts (needs `tokenizer`) or token ids, as they will stand in the prompt
     store      folder of records, kept between runs; None keeps them in memory
     prefix     token ids that documents are observed behind; best what stands before them in the prompt
-    choices    fields of `Policy`: prefill="sift", selector=…, kv="selfindex", decode="selfindex"
+    forecast   folder that `tamis train forecast` wrote for this model (needs `tokenizer`, which it is bound to as well)
+    choices    fields of `Policy`: prefill="sift", selector=…, kv="selfindex", decode="selfindex", offload="host"
 
     Raises ModelUnsupported for a model whose attention Tamis has not been proved on.
     """
-    return Attached(model, documents, tokenizer, store, tuple(prefix), Policy.of(policy, **choices), measure_recall)
+    made = Policy.of(policy, **choices)
+    heads = None if forecast is None else _forecast(forecast, model, tokenizer)
+    return Attached(model, documents, tokenizer, store, tuple(prefix), made, measure_recall, heads)
 
 
 class Attached:
@@ -72,23 +79,26 @@ class Attached:
         prefix: tuple[int, ...],
         policy: Policy,
         measure_recall: bool,
+        forecast: Forecast | None = None,
     ) -> None:
         geometry(model.config)
-        check_form(policy, model)
         attention_layers(model)
         self.model, self.policy = model, policy
         self.documents = [_token_ids(d, tokenizer) for d in documents]
         self.reports: list[PrefillReport] = []
         self._measure_recall, self._prefix = measure_recall, prefix
         spec = index_spec(model, tokenizer, prefix, policy.thresholds, policy.tile)
-        self._switch, self._uninstall = install(model)
-        try:
+        with ExitStack() as undo:
+            self._switch, uninstall = install(model)
+            undo.callback(uninstall)
+            fused = None if forecast is None else FusedForecast(model, forecast)
+            if fused is not None:
+                undo.callback(fused.close)
+            check_form(policy, model, fused)
             self._store = RecordStore.open(store, spec)
-        except BaseException:
-            self._uninstall()
-            raise
+            self._undo = undo.pop_all()
         self._indexer = Indexer(model, self._switch, self._store, spec, prefix)
-        self._caches = Caches(model, policy)
+        self._caches = Caches(model, policy, Caching(model, fused, measure=measure_recall))
         self._running: tuple[Plan | None, ExitStack] | None = None
         self._begun: Begun | None = None
         self._continued: Plan | None = None  # a plan whose report takes the place of the last one
@@ -120,7 +130,7 @@ class Attached:
         self._end_pass()
         for hook in self._hooks:
             hook.remove()
-        self._uninstall()
+        self._undo.close()
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -236,6 +246,12 @@ def _find(tokens: list[int], documents: Sequence[tuple[int, ...]]) -> Prompt:
         shorter = (document[a : len(document) - b] for a, b in ENDS if len(document) >= MIN_CUT_TOKENS)
         as_they_stand.append(next((s for s in shorter if find_documents(tokens, [s]).documents), document))
     return find_documents(tokens, as_they_stand)
+
+
+def _forecast(folder: str | Path, model: Any, tokenizer: Any | None) -> Forecast:
+    if tokenizer is None:
+        raise InvalidInput(f"the forecast {folder} is bound to a model and its tokenizer; pass tokenizer=… too.")
+    return Forecast.load(folder, model, tokenizer)
 
 
 def _token_ids(document: str | Sequence[int], tokenizer: Any | None) -> tuple[int, ...]:

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
-from tamis.attention.decode import Decoding, State, Trace
+from tamis.attention.block_decode import BlockState
+from tamis.attention.caching import AnyDecoding, Caching
+from tamis.attention.decode import Trace
 from tamis.attention.policy import Policy
 from tamis.attention.report import DecodeReport
-from tamis.cache.formats import cache_argument, form_of, new_cache, take_over
+from tamis.cache.formats import cache_argument, form_of, new_cache
 from tamis.core.errors import InvalidInput
 
+OF_ONE_LENGTH = {"selfindex": "records", "blocks": "blocks"}  # forms, and what they are made of
 MASK, CACHE = 1, 3  # places of the arguments in a causal model's forward
 
 
@@ -20,14 +23,15 @@ class Caches:
     """The caches that a model's passes came with, and what their passes did.
 
     An empty `DynamicCache`, which is what `generate` makes, gets the policy's form in place; so does a pass that would
-    make one itself. A padded batch is left with full keys and values: records of one block are of the same positions
-    in all sequences, and padding would be taken for the tokens that open a text.
+    make one itself. A padded batch is left with full keys and values: a record or a block is of the same positions in
+    all sequences, and padding would be taken for the tokens that open a text.
     """
 
-    def __init__(self, model: Any, policy: Policy) -> None:
+    def __init__(self, model: Any, policy: Policy, caching: Caching | None = None) -> None:
         self._model, self._policy = model, policy
+        self._caching = caching or Caching(model)
         self._name = cache_argument(model)
-        self._states: weakref.WeakKeyDictionary[Any, State] = weakref.WeakKeyDictionary()
+        self._states: weakref.WeakKeyDictionary[Any, BlockState] = weakref.WeakKeyDictionary()
         self._last: Trace | None = None
 
     @property
@@ -37,13 +41,13 @@ class Caches:
 
     def new_cache(self) -> Any:
         """An empty transformers cache of the policy's form."""
-        return new_cache(self._policy.kv_form, self._model.config)
+        return self._caching.new_cache(self._policy)
 
-    def of_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decoding | None:
+    def of_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AnyDecoding | None:
         """The running pass's cache, which is put into `kwargs` where the model would have made one; None without any.
         Where `args` reach as far as CACHE, the caller of this puts it there.
 
-        Raises InvalidInput for a padded batch in a selfindex cache that the caller made.
+        Raises InvalidInput for a padded batch in a selfindex cache, or one in blocks, that the caller made.
         """
         if self._policy.kv_form == "auto":
             return None
@@ -56,21 +60,22 @@ class Caches:
                 kwargs[self._name] = cache
         state = self._states.get(cache)
         if state is None:
-            state = self._states[cache] = State()
+            state = self._states[cache] = BlockState()
         trace = state.trace
         hidden = hides(argument(args, kwargs, MASK, "attention_mask"), rows(args, kwargs))
-        if form_of(cache) == "selfindex":
+        form = self._policy.kv_form
+        if (held := form_of(cache)) in OF_ONE_LENGTH:
             if hidden:
                 raise InvalidInput(
-                    "an attention mask hides tokens of a selfindex cache (padding); its sequences must have one length "
-                    "and see all that is before them. Group prompts by length, or use kv='auto'."
+                    f"an attention mask hides tokens of a {held} cache (padding); its sequences must have one length "
+                    "and see all that is before them. Group prompts by length, or use kv='auto' and decode='dense'."
                 )
-        elif form_of(cache) != self._policy.kv_form and not trace.reason:
-            padded = "the batch is padded, and records are made of sequences of one length"
-            form = self._policy.kv_form
-            trace.reason = padded if hidden and form == "selfindex" else take_over(cache, form, self._model.config)
+        elif held != form and not trace.reason:
+            padded = f"the batch is padded, and {OF_ONE_LENGTH.get(form)} are made of sequences of one length"
+            refused = hidden and form in OF_ONE_LENGTH
+            trace.reason = padded if refused else self._caching.take_over(cache, self._policy)
         self._last = trace
-        return Decoding(self._model, cache, self._policy, state)
+        return self._caching.decoding(cache, self._policy, state)
 
     def _caches(self, kwargs: dict[str, Any]) -> bool:
         """Whether the model would make a cache for a pass that comes without one."""

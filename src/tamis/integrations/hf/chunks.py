@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tamis.attention.block_prefill import BlockPrefill
 from tamis.attention.planner import Plan
 from tamis.attention.prefill import SparsePrefill
 from tamis.core.errors import InvalidInput
@@ -36,9 +37,11 @@ class Begun:
         return held is not None and held is cache and int(held.get_seq_length()) == len(self.tokens)
 
     @property
-    def job(self) -> SparsePrefill | None:
+    def job(self) -> SparsePrefill | BlockPrefill | None:
         """The sparse prefill so far; None where the last chunk was dense."""
-        return self.plan.job if self.plan.job and self.plan.job.layers else None
+        job = self.plan.job
+        ran = job is not None and bool(job.density if isinstance(job, BlockPrefill) else job.layers)
+        return job if ran else None
 
 
 def whole_documents(prompt: Prompt, documents: Sequence[tuple[int, ...]], tile: int) -> Prompt:
@@ -74,17 +77,21 @@ def fit(plan: Plan, begin: int, end: int, begun: Begun | None) -> bool:
     if plan.job is None:
         plan.prompt = cut(plan.prompt, end)
         return True
-    try:
-        window_of(plan.job.scene, end - begin, end)
-    except InvalidInput:
-        return False
-    plan.job.scene = window_of(plan.job.scene, end, end)
+    if isinstance(plan.job, SparsePrefill):
+        try:
+            window_of(plan.job.scene, end - begin, end)
+        except InvalidInput:
+            return False
+        plan.job.scene = window_of(plan.job.scene, end, end)
     plan.prompt = cut(plan.prompt, end)
     plan.chunks = ((begin, end),)
     if begin:
         plan.chunks = (*begun.plan.chunks, *plan.chunks) if begun and begun.job else ((0, begin), *plan.chunks)
     if begun and begun.job:
-        plan.job.layers.update(begun.job.layers)
+        if isinstance(plan.job, BlockPrefill) and isinstance(begun.job, BlockPrefill):
+            plan.job.go_on(begun.job)
+        elif isinstance(plan.job, SparsePrefill) and isinstance(begun.job, SparsePrefill):
+            plan.job.layers.update(begun.job.layers)
         plan.indexed += begun.plan.indexed
         plan.index_s += begun.plan.index_s
         plan.fallbacks += [why for why in begun.plan.fallbacks if not why.endswith(NOT_FOUND)]

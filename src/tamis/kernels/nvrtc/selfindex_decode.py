@@ -40,31 +40,36 @@ class NvrtcCut:
     """
 
     iters: int = 8
-    every: int = 8
+    every: int = 1
     cluster: int = 8
     choosers: int = 512
     split: int | None = None
-    stages: int = 3
+    stages: int = 2
     resident: int = 3
     early: int = 1
 
 
 def cut_for(arena: Arena) -> NvrtcCut:
-    """Enough programs of scoring for every SM."""
+    """Many programs of scoring for every SM, and about as many choosing ones as there are SMs: measured on 8 requests
+    of 65,536 tokens (`tamis bench decode --tune`), for other sizes by the same counts."""
     room = arena.room
-    iters = 16
-    while iters > 1 and room.requests * room.kv_heads * room.slots < SLOTS * iters * 132 * 7:
+    rows = room.requests * room.kv_heads
+    iters, cluster = 16, 8
+    while iters > 2 and rows * room.slots < SLOTS * iters * 132 * 28:
         iters //= 2
-    return NvrtcCut(iters)
+    while cluster > 2 and rows * cluster > 160:
+        cluster //= 2
+    return NvrtcCut(iters, cluster=cluster, choosers=1024 if cluster == 2 else 512)
 
 
 def split_of(cut: NvrtcCut, arena: Arena, work: Workspace) -> int:
-    """Records of a program of attention: 256 where that leaves four programs for every SM, or fewer.
+    """Records of a program of attention: as many as leave two programs for every SM, at most `MOST_SPLIT`. Fewer
+    records cost more in beginning programs and in merging what they made than idle SMs do.
 
     Raises InvalidInput for more than a program has room for.
     """
     chosen, split = arena.room.requests * arena.room.kv_heads * work.chosen.shape[1], max(work.split, 64)
-    while split * 2 <= 256 and chosen >= split * 2 * 132 * 4:
+    while split * 2 <= MOST_SPLIT and chosen >= split * 2 * 132 * 2:
         split *= 2
     split = split if cut.split is None else cut.split
     if not work.split <= split <= MOST_SPLIT:

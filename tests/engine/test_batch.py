@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 
 from tamis.attention.policy import Policy
 from tamis.core.errors import Busy, Cancelled, ContextOverflow, InvalidInput
+from tamis.engine import products
 from tamis.engine.llm import LLM
 from tamis.engine.request import End, Event, Failed, Piece, Request, Usage
 from tamis.engine.sampling import Sampling
@@ -142,9 +144,16 @@ class TestTokens:
                 gone.end()
             assert 7 <= len(gone.pieces) < 200
 
+    @pytest.mark.parametrize("least_packed", [1, products.LEAST_WEIGHTS], ids=["packed", "torch"])
     def test_logits_do_not_depend_on_the_others_at_all(
-        self, serve: Callable[..., Engine], requests: list[Request]
+        self,
+        serve: Callable[..., Engine],
+        requests: list[Request],
+        monkeypatch: pytest.MonkeyPatch,
+        least_packed: int,
     ) -> None:
+        monkeypatch.setattr(products, "LEAST_WEIGHTS", least_packed)
+        monkeypatch.setattr(products, "_OF", WeakKeyDictionary())
         engine = serve(pages=128)
         one = replace(requests[1], sampling=Sampling(max_new_tokens=20), top=3)
         lone = Ear()
@@ -187,6 +196,46 @@ class TestTokens:
             ear.end()
             assert ear.tokens == alone(engine, request)
         assert ears[0].tokens != ears[3].tokens
+
+
+class TestFormsOfTheirOwn:
+    """Keys and values that are not in pages: such requests go on beside batches, step by step as alone."""
+
+    KINDS = (
+        Policy(decode="selfindex", decode_least=16, decode_budget=0.1),
+        Policy(kv="selfindex", prefill="sift", min_tokens=0),
+        Policy(kv="bf16"),
+        Policy(decode="blocks", decode_local=1),
+    )
+
+    def test_as_alone_among_others(
+        self, serve: Callable[..., Engine], requests: list[Request], tokens: Callable[[int], list[int]]
+    ) -> None:
+        engine = serve(pages=128)
+        prompt = Prompt.of([("document", tokens(300)), ("document", tokens(170)), ("question", tokens(20))])
+        own = [Request(prompt, policy, Sampling(max_new_tokens=20)) for policy in self.KINDS]
+        mixed = [one for pair in zip(own, requests, strict=False) for one in pair]
+        wanted = [alone(engine, r) for r in mixed]
+        ears = [Ear() for _ in mixed]
+        for request, ear in zip(mixed, ears, strict=True):
+            engine.submit(request, ear)
+        for i, (ear, tokens_) in enumerate(zip(ears, wanted, strict=True)):
+            assert ear.end().usage.new == len(tokens_)
+            assert ear.tokens == tokens_, f"request {i}: {mixed[i].policy}"
+
+    def test_parked_and_resumed(self, serve: Callable[..., Engine], requests: list[Request]) -> None:
+        asked = [
+            replace(requests[1], policy=self.KINDS[i % 2], sampling=Sampling(max_new_tokens=150), priority=i % 2)
+            for i in range(4)
+        ]
+        engine = serve(pages=14)
+        wanted = [alone(engine, r) for r in asked[:2]]
+        ears = [Ear() for _ in asked]
+        for request, ear in zip(asked, ears, strict=True):
+            engine.submit(request, ear)
+        for i, ear in enumerate(ears):
+            ear.end()
+            assert ear.tokens == wanted[i % 2]
 
 
 class TestReuse:
@@ -255,8 +304,8 @@ class TestRefusals:
             ask(4000, 97)
         with pytest.raises(InvalidInput, match="may need 7 pages"):
             ask(800)
-        with pytest.raises(InvalidInput, match="selfindex"):
-            ask(8, decode="selfindex")
+        with pytest.raises(InvalidInput, match="forecast"):
+            ask(8, decode="forecast")
         with pytest.raises(InvalidInput, match="accept_block_attention"):
             ask(8, prefill="reuse")
         first = ask(300, 100)

@@ -12,16 +12,16 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx"):
 
 @pytest.fixture
 def serve(loaded: Any) -> Iterator[Callable[..., Any]]:
-    """(LLM choices as llm={…}, and what `live` takes) to a server on the tiny model."""
+    """(LLM choices as llm={…}, its stop tokens, and what `live` takes) to a server on the tiny model."""
     from live_server import live
 
     from tamis.engine.llm import LLM
 
     with ExitStack() as stack:
 
-        def get(llm: dict[str, Any] | None = None, **options: Any) -> Any:
+        def get(llm: dict[str, Any] | None = None, stop_tokens: frozenset[int] = frozenset(), **options: Any) -> Any:
             made = stack.enter_context(LLM(loaded, **({"prefill": "prefix", "cache_bytes": 64 << 20} | (llm or {}))))
-            made.stop_tokens = frozenset()
+            made.stop_tokens = stop_tokens
             return stack.enter_context(live(made, **options))
 
         yield get

@@ -56,11 +56,12 @@ def live(
     settings: dict[str, Any] | None = None,
     keys: KeyRing | None = None,
     store: Path | None = None,
+    index: Any = None,
 ) -> Iterator[Live]:
     """A server on a free port, in a thread, until the block ends."""
     with ExitStack() as stack:
         engine = stack.enter_context(Engine(llm, Limits(**(limits or {})), chunk_tokens=256))
-        library = Library(engine, store)
+        library = Library(engine, store, index)
         stack.callback(library.close)
         app = create_app(engine, library, ServerSettings(**({"name": "tiny", "grace_s": 5.0} | (settings or {}))), keys)
         server = GracefulServer(app, host="127.0.0.1", port=0)

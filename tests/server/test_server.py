@@ -166,7 +166,7 @@ class TestRefusals:
         ("fields", "param", "code"),
         [
             ({"tools": []}, "tools", "unsupported_parameter"),
-            ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+            ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
             ({"temprature": 1}, "temprature", "unknown_parameter"),
             ({"model": "gpt"}, "model", "model_not_found"),
             ({"max_tokens": 0}, "max_tokens", "invalid_value"),
@@ -177,7 +177,7 @@ class TestRefusals:
             ({"stop": [""]}, "stop", "invalid_value"),
             ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
             ({"tamis": {"prefil": "sift"}}, "tamis", "invalid_value"),
-            ({"tamis": {"decode": "selfindex", "prefill": "dense"}}, None, "invalid_input"),
+            ({"tamis": {"decode": "selfindex", "prefill": "reuse"}}, "tamis", "invalid_value"),
             ({"documents": [{"name": "x"}]}, "documents.0", "invalid_value"),
             ({"max_tokens": 5000}, None, "context_length_exceeded"),
         ],

@@ -191,12 +191,13 @@ def _ragpulse_request(row: dict[str, Any], made: dict[str, dict[int, Piece]], ar
 
 
 def mooncake(folder: Path | str, *, speed: float = 1.0, limit: int | None = None) -> Workload:
-    """Mooncake's conversation trace, blocks of 512 tokens as documents: a control.
+    """Mooncake's conversation trace (its folder, or a file of that form), blocks of 512 tokens as documents: a control.
 
     A block's hash covers everything before it, so the same block never has another prefix: nothing is to be gained
     over prefix caching. Raises InvalidInput if the file is missing or is not that trace.
     """
-    path = Path(folder) / MOONCAKE_FILE
+    path = Path(folder)
+    path = path if path.is_file() else path / MOONCAKE_FILE
     if not speed > 0:
         raise InvalidInput(f"speed is {speed}; allowed is any number above 0.")
     requests = []

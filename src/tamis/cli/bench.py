@@ -181,5 +181,7 @@ from tamis.cli import bench_attention as _bench_attention  # noqa: E402, F401 - 
 from tamis.cli import bench_decode as _bench_decode  # noqa: E402, F401 - adds its command to `app`
 from tamis.cli import bench_forecast as _bench_forecast  # noqa: E402, F401 - adds its command to `app`
 from tamis.cli import bench_index as _bench_index  # noqa: E402, F401 - adds its command to `app`
+from tamis.cli import bench_offload as _bench_offload  # noqa: E402, F401 - adds its command to `app`
 from tamis.cli import bench_paged as _bench_paged  # noqa: E402, F401 - adds its command to `app`
 from tamis.cli import bench_reuse as _bench_reuse  # noqa: E402, F401 - adds its command to `app`
+from tamis.cli import bench_serve as _bench_serve  # noqa: E402, F401 - adds its command to `app`

@@ -12,6 +12,7 @@ from tamis.cli.options import AcceptBlock, Adapter, ChunkTokens, Device, Dtype, 
 from tamis.core.errors import InvalidInput, Unavailable
 
 if TYPE_CHECKING:
+    from tamis.engine.knowledge import KnowledgeBase
     from tamis.engine.llm import LLM
     from tamis.engine.scheduler import Limits
     from tamis.server.keys import KeyRing
@@ -39,6 +40,7 @@ def serve(
     exact: Annotated[
         bool, typer.Option(help="On a CPU: logits independent of other requests to the last bit; slower when alone.")
     ] = True,
+    graphs: Annotated[bool, typer.Option(help="On a GPU: record decode steps as CUDA graphs and replay them.")] = True,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens where a request does not say.")] = 512,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="MB of one request.")] = 16.0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 600.0,
@@ -74,8 +76,9 @@ def serve(
     if folder is not None:
         cache["cache_dir"] = folder / "kv"
     limits = Limits(max_running=max_running, max_waiting=max_queue, step_tokens=step_tokens)
-    with load(model, device, dtype, yarn, adapter=adapter, **choices, **cache) as llm, llm.corpus(folder):
-        _run(llm, Address(host, port), Ground(folder, limits, chunk_tokens or 512, exact), settings, keys, json=json)
+    with load(model, device, dtype, yarn, adapter=adapter, **choices, **cache) as llm, llm.corpus(folder) as base:
+        ground = Ground(folder, base, limits, chunk_tokens or 512, exact, graphs)
+        _run(llm, Address(host, port), ground, settings, keys, json=json)
 
 
 class Address(NamedTuple):
@@ -89,9 +92,11 @@ class Ground(NamedTuple):
     """What the engine stands on."""
 
     folder: Path | None
+    base: KnowledgeBase
     limits: Limits
     chunk_tokens: int
     exact: bool
+    graphs: bool
 
 
 def _check_installed() -> None:
@@ -117,8 +122,9 @@ def _run(llm: LLM, address: Address, ground: Ground, settings: ServerSettings, k
         if json:
             print(jsonlib.dumps({"model": settings.name, "url": url}), flush=True)
 
-    with Engine(llm, ground.limits, chunk_tokens=ground.chunk_tokens, exact=ground.exact) as engine:
-        library = Library(engine, ground.folder)
+    options: dict[str, Any] = {"chunk_tokens": ground.chunk_tokens, "exact": ground.exact, "graphs": ground.graphs}
+    with Engine(llm, ground.limits, **options) as engine:
+        library = Library(engine, ground.folder, ground.base)
         try:
             app = create_app(engine, library, settings, keys)
             server = GracefulServer(app, host=address.host, port=address.port, on_start=started)

@@ -17,17 +17,22 @@ from tamis.attention.hook import packed_pass
 from tamis.attention.reuse import ReuseEngine
 from tamis.attention.reuse_pass import put
 from tamis.cache.pool import PagePool
+from tamis.cache.store import RequestPages
+from tamis.core.errors import CacheFull, PoolFull
+from tamis.engine.graphs import MOST_ROWS, StepGraphs
 from tamis.engine.member import Member
+from tamis.engine.products import products_of
 from tamis.kernels.decode_plan import MOST_PAGES, DecodePlan, Room
 from tamis.kernels.paged import KeyTiles
 from tamis.kernels.paged_dispatch import paged_decode
 
 EXACT_ROWS = 4  # at least, where a request's logits must not depend on the others at all
 SPARE_TILES = 2  # of each request: so many pages may be filled before a plan is reserved anew
+LEAST_TILES, LEAST_DOCUMENTS = 64, 16  # of a recorded step's plan
 
 
 def bucket(requests: int, least: int = 1) -> int:
-    """Rows of a pass for so many requests: a power of two, `least` or more."""
+    """So many requests (or 1 and more of anything), rounded up to a power of two, `least` or more."""
     return max(least, 1 << (requests - 1).bit_length())
 
 
@@ -37,6 +42,7 @@ class BatchPass:
 
     pool: PagePool
     plans: Sequence[tuple[int, DecodePlan]]
+    places: Sequence[tuple[int, int]]
     page: torch.Tensor
     slot: torch.Tensor
     layers: int = 0
@@ -47,7 +53,11 @@ class BatchPass:
         """See `Job.attend`: q [Hq, R, D], k and v [Hkv, R, D], of R rows of which the last may stand for nobody."""
         self.layers += 1
         n, pool = len(self.page), self.pool
-        put(pool, layer, self.page, self.slot, k[:, :n], v[:, :n])
+        if n == 1 and not q.is_cuda:  # an assignment to one place costs a third of one to places in a tensor
+            page, slot = self.places[0]
+            pool.keys[layer, page, :, slot], pool.values[layer, page, :, slot] = k[:, 0], v[:, 0]
+        else:
+            put(pool, layer, self.page, self.slot, k[:, :n], v[:, :n])
         plan = next(plan for first, plan in reversed(self.plans) if first <= layer)
         rows = q.transpose(0, 1)[:, :, None]
         out, lse = paged_decode(rows, pool.keys[layer], pool.values[layer], plan, scale=scale)
@@ -57,35 +67,92 @@ class BatchPass:
 class Batch:
     """Decodes members together. Plans are kept as long as the same ones go on inside their pages.
 
-    exact: whether a request's logits are the same to the last bit whoever else is there, on a CPU in float32.
+    exact   whether a request's logits are the same to the last bit whoever else is there, on a CPU in float32
+    graphs  whether steps on a GPU are recorded and replayed, see `StepGraphs`
     """
 
-    def __init__(self, engine: ReuseEngine, *, exact: bool = True) -> None:
-        self.engine, self._least = engine, EXACT_ROWS if exact else 1
+    def __init__(self, engine: ReuseEngine, *, exact: bool = True, graphs: bool = True) -> None:
+        self.engine = engine
+        self._products = products_of(engine.model)
+        device = engine.store.pool.keys.device
+        self._least = EXACT_ROWS if exact and device.type == "cpu" else 1
+        self.graphs = StepGraphs(engine.model, device, use=graphs)
+        self.scratch: RequestPages | None = None  # a page that rows of nobody are written to
         self._plans: list[tuple[int, DecodePlan]] = []
+        self._reserved: dict[tuple[int, int], DecodePlan] = {}  # by rows and first layer
+        self._inputs: dict[int, torch.Tensor] = {}
         self._made_for: tuple[Any, ...] = ()
 
+    def close(self) -> None:
+        """Let go of graphs and the page that is kept for them. Closing twice is harmless."""
+        self.graphs.clear()
+        self._reserved.clear()
+        self._made_for = ()
+        if self.scratch is not None:
+            self.scratch.close()
+            self.scratch = None
+
     def step(self, members: Sequence[Member]) -> torch.Tensor:
-        """Logits [n, vocabulary] behind the last token of each member, whose page must be there."""
-        engine, pool = self.engine, self.engine.store.pool
-        rows, device = bucket(len(members), self._least), pool.keys.device
+        """Logits [n, vocabulary] behind the last token of each member, whose page must be there.
+
+        On a GPU they are only good until the next step.
+        """
+        engine = self.engine
+        rows = bucket(len(members), self._least)
         with engine.store.lock, torch.inference_mode():
+            self._ready(rows)
             places = [_next_slot(m) for m in members]
             positions = [m.position for m in members]
             self._plan(members, positions, rows)
-            tokens = torch.zeros((1, rows), dtype=torch.int64)
-            where = torch.zeros((1, rows), dtype=torch.int64)
-            tokens[0, : len(members)] = torch.tensor([m.new[-1] for m in members])
-            where[0, : len(members)] = torch.tensor(positions)
-            page, slot = torch.tensor(places).T.contiguous().to(device)
-            job = BatchPass(pool, self._plans, page, slot)
-            refused = sum(engine.switch.refused.values())
-            with engine.switch.running(job, rows), packed_pass(rows):
-                logits: torch.Tensor = engine.model(
-                    tokens.to(device), position_ids=where.to(device), use_cache=False
-                ).logits[0]
-            assert sum(engine.switch.refused.values()) == refused, f"layers without a job: {engine.switch.refused}"
+            inputs = self._fill([m.new[-1] for m in members], positions, places, rows)
+            written = rows if self.scratch is not None else len(members)
+            job = BatchPass(engine.store.pool, self._plans, places, inputs[2, :written], inputs[3, :written])
+
+            def forward() -> torch.Tensor:
+                return self._forward(job, inputs, rows)
+
+            one = self.graphs.used and self.scratch is not None and len(self._plans) == 1
+            with self._products.running():
+                logits = self.graphs.run((rows, id(self._plans[0][1])), rows, forward) if one else forward()
         return logits[: len(members)]
+
+    def _ready(self, rows: int) -> None:
+        """The page for rows of nobody, where a recorded step writes all its rows."""
+        if self.scratch is None and self.graphs.used and rows <= MOST_ROWS:
+            store = self.engine.store
+            try:
+                self.scratch = store.cache.own(store.pool.page)
+            except (CacheFull, PoolFull):  # no graphs until a page is free
+                return
+
+    def _fill(self, tokens: list[int], positions: list[int], places: list[tuple[int, int]], rows: int) -> torch.Tensor:
+        """int64 [4, rows] on the device, always the same tensor: tokens, positions, pages and slots."""
+        nobody = 0 if self.scratch is None else self.scratch.pages[0]
+        more = range(rows - len(tokens))
+        page = self.engine.store.pool.page
+        made = torch.tensor(
+            [
+                [*tokens, *(0 for _ in more)],
+                [*positions, *(0 for _ in more)],
+                [*(p for p, _ in places), *(nobody for _ in more)],
+                [*(s for _, s in places), *(i % page for i in more)],
+            ]
+        )
+        device = self.engine.store.pool.keys.device
+        if rows not in self._inputs:
+            self._inputs[rows] = torch.zeros((4, rows), dtype=torch.int64, device=device)
+        inputs = self._inputs[rows]
+        # pinned memory is not reused before the copy is done: the allocator keeps an event
+        return inputs.copy_(made.pin_memory() if device.type == "cuda" else made, non_blocking=True)
+
+    def _forward(self, job: BatchPass, inputs: torch.Tensor, rows: int) -> torch.Tensor:
+        """Logits [rows, vocabulary]. Nothing in here may wait for a GPU or look at what it holds."""
+        engine = self.engine
+        refused = sum(engine.switch.refused.values())
+        with engine.switch.running(job, rows), packed_pass(rows):
+            logits: torch.Tensor = engine.model(inputs[:1], position_ids=inputs[1:2], use_cache=False).logits[0]
+        assert sum(engine.switch.refused.values()) == refused, f"layers without a job: {engine.switch.refused}"
+        return logits
 
     def _plan(self, members: Sequence[Member], positions: Sequence[int], rows: int) -> None:
         """Advance the plans by one token, or write them anew where someone came, left, moved or took a page."""
@@ -100,18 +167,29 @@ class Batch:
 
     def _write(self, members: Sequence[Member], positions: Sequence[int], rows: int) -> None:
         firsts = sorted({stage.first for m in members for stage in _session(m).trace.stages})
-        held, self._plans = dict(self._plans), []
+        device, self._plans = self.engine.store.pool.keys.device, []
         for first in firsts:
             tiles = [_tiles(m, first) for m in members]
-            plan = held.get(first)
+            plan = self._reserved.get((rows, first))
             need = room_for(tiles, rows)
             if plan is None or not _holds(plan.room, need):
-                spare = SPARE_TILES * len(members)
-                grown = need._replace(tiles=need.tiles + spare, splits=need.splits + spare)
-                even = MOST_PAGES if self.engine.store.pool.keys.device.type == "cpu" else None
-                plan = DecodePlan.reserve(grown, self.engine.store.pool.keys.device, split_pages=even)
+                self.graphs.forget((rows, id(plan)))
+                plan = DecodePlan.reserve(
+                    grown_room(need, SPARE_TILES * len(members), even=self.graphs.used),
+                    device,
+                    split_pages=MOST_PAGES if device.type == "cpu" else None,
+                )
+                self._reserved[rows, first] = plan
             plan.write(tiles, torch.tensor(positions)[:, None], kv_heads=self.engine.store.pool.spec.n_kv_heads)
             self._plans.append((first, plan))
+
+
+def grown_room(need: Room, spare: int, *, even: bool) -> Room:
+    """A room for `need` and `spare` more tiles. even: in powers of two, so that few kinds of steps are recorded."""
+    tiles, documents = need.tiles + spare, need.documents
+    if even:
+        tiles, documents = max(LEAST_TILES, bucket(tiles)), bucket(documents, LEAST_DOCUMENTS) if documents else 0
+    return need._replace(tiles=tiles, splits=tiles + documents, documents=documents)
 
 
 def room_for(tiles: Sequence[KeyTiles], rows: int) -> Room:

@@ -10,20 +10,27 @@ import json
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from tamis.cache.document import Wanted
 from tamis.cache.keys import DOCUMENTS, DocumentKey
 from tamis.core.errors import CacheFull, InvalidInput, NothingFound, TamisError
 from tamis.core.log import logger
 from tamis.core.table import MemoryTables, Tables, close_tables, open_tables
+from tamis.engine.finding import Finder, Found
 from tamis.engine.service import Engine
+
+if TYPE_CHECKING:
+    from tamis.engine.knowledge import KnowledgeBase
 
 log = logger("engine")
 TABLE = "engine.documents"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+RESERVED = ("search",)  # a path of the server
 PIN_SHARE = 0.5  # of all pages: the others stay for requests
 
 
@@ -45,10 +52,14 @@ def namespace_of(owner: str) -> str:
 
 
 class Library:
-    """The documents of all owners. Safe to use from many threads; `warm`, `pin` and `delete` wait for the engine."""
+    """The documents of all owners, and the passages of an index, which are everybody's to read.
 
-    def __init__(self, engine: Engine, path: str | Path | None = None) -> None:
-        self.engine = engine
+    Safe to use from many threads; `warm`, `pin` and `delete` wait for the engine.
+    """
+
+    def __init__(self, engine: Engine, path: str | Path | None = None, index: KnowledgeBase | None = None) -> None:
+        self.engine, self._finder = engine, Finder(index)
+        self._versions: Counter[str] = Counter()  # of each owner's documents
         self._tables: Tables = MemoryTables() if path is None else open_tables(path)
         self._path = path
         self._lock = threading.RLock()
@@ -63,8 +74,10 @@ class Library:
 
         Raises InvalidInput for an empty text, for a name that is none, and for one that is taken by another text.
         """
-        if name is not None and not NAME.fullmatch(name):
-            raise InvalidInput(f"document id {name!r}; use 1 to 64 letters, digits, '.', '_' and '-'.")
+        if name is not None and (not NAME.fullmatch(name) or name in RESERVED):
+            raise InvalidInput(
+                f"document id {name!r}; use 1 to 64 letters, digits, '.', '_' and '-', but not {', '.join(RESERVED)}."
+            )
         n_tokens = len(self.engine.llm.template.document_tokens(title, text))
         if not n_tokens:
             raise InvalidInput("the document's text is empty; give some.")
@@ -79,12 +92,20 @@ class Library:
             return known or made
 
     def get(self, owner: str, name: str) -> StoredDocument:
-        """One document. Raises NothingFound, also for another owner's."""
+        """One document, or a passage of the index. Raises NothingFound, also for another owner's."""
         with self._lock:
             found = self._documents.get((owner, name))
-        if found is None:
-            raise NothingFound(f"there is no document with the id {name!r}. Put it first, or give its text, not an id.")
-        return found
+        if found is None and (passage := self._finder.passage(name)) is not None:
+            n_tokens = len(self.engine.llm.template.document_tokens(passage.title, passage.text))
+            return StoredDocument(name, passage.title, passage.text, 0, n_tokens)
+        return found or self._missing(name)
+
+    def search(self, owner: str, question: str, k: int, *, within: str | None = None) -> Sequence[Found]:
+        """The k of the owner's documents and the index's passages that fit best; see `Finder.search`."""
+        with self._lock:
+            documents = {name: (d.title, d.text) for (who, name), d in self._documents.items() if who == owner}
+            version = self._versions[owner]
+        return self._finder.search(owner, question, k, within=within, version=version, documents=documents)
 
     def list(self, owner: str, *, after: str = "", limit: int = 100) -> tuple[Sequence[StoredDocument], bool]:
         """The owner's documents by id, from behind `after` on; and whether there are more."""
@@ -106,9 +127,9 @@ class Library:
 
     def pin(self, owner: str, name: str) -> StoredDocument:
         """Keep its keys and values in the fastest tier until `unpin`; pinning twice is once."""
-        document = self.get(owner, name)
-        tokens = self.tokens(document)
         with self._lock:
+            document = self._own(owner, name)
+            tokens = self.tokens(document)
             if document.pinned:
                 return document
             self._check_pins(len(tokens))
@@ -118,7 +139,7 @@ class Library:
     def unpin(self, owner: str, name: str) -> StoredDocument:
         """Let its keys and values be evicted again."""
         with self._lock:
-            document = self.get(owner, name)
+            document = self._own(owner, name)
             if not document.pinned:
                 return document
             tokens = self.tokens(document)
@@ -130,6 +151,7 @@ class Library:
         with self._lock:
             document = self.unpin(owner, name)
             del self._documents[owner, name]
+            self._versions[owner] += 1
             self._tables.write({TABLE: {_row(owner, name): None}})
             mine = [d for (who, _), d in self._documents.items() if who == owner]
             if all((d.title, d.text) != (document.title, document.text) for d in mine):
@@ -149,7 +171,15 @@ class Library:
         value = json.dumps([owner, asdict(document)]).encode()
         self._tables.write({TABLE: {_row(owner, document.id): value}})
         self._documents[owner, document.id] = document
+        self._versions[owner] += 1
         return document
+
+    def _own(self, owner: str, name: str) -> StoredDocument:
+        """One that was put; an index stays as it was made."""
+        return self._documents.get((owner, name)) or self._missing(name)
+
+    def _missing(self, name: str) -> NoReturn:
+        raise NothingFound(f"there is no document with the id {name!r}. Put it first, or give its text, not an id.")
 
     def _key(self, owner: str, tokens: Sequence[int]) -> DocumentKey:
         return self.engine.reuse.store.key(tokens, _namespace(owner))

@@ -27,6 +27,7 @@ from tamis.cache.store import RequestPages
 from tamis.core.errors import CacheFull, CacheTimeout, PoolFull
 from tamis.engine.paged import KeepingJob, PagedSession
 from tamis.engine.placing import Placing, check_request
+from tamis.engine.products import products_of
 from tamis.engine.request import Request
 from tamis.engine.sampling import Sampler
 
@@ -113,7 +114,8 @@ class Member:
         if len(self._found) < len(self.placing.documents):
             self._hold_next()
             return None
-        with self.engine.store.lock, torch.inference_mode():
+        products = products_of(self.engine.model)
+        with self.engine.store.lock, torch.inference_mode(), products.running():
             if self.session is not None:
                 return self._run_chunk(self.session)
             session = self._open()

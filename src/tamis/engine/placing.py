@@ -18,7 +18,6 @@ from tamis.attention.reuse_prefix import known_blocks
 from tamis.attention.reuse_store import DocumentStore
 from tamis.cache.document import DocumentKV
 from tamis.cache.keys import DOCUMENTS, PREFIXES
-from tamis.core.errors import InvalidInput
 from tamis.engine.request import Request
 from tamis.kernels.lists import Tiling
 from tamis.prompt.segments import Kind
@@ -107,10 +106,5 @@ class Placing:
 def check_request(request: Request, engine: ReuseEngine) -> None:
     """Raises InvalidInput for what a batch over pages cannot do."""
     policy = request.policy
-    if policy.kv_form == "selfindex":
-        raise InvalidInput(
-            "kv='selfindex' and decode='selfindex' are not kept in pages yet, so that requests cannot be batched with "
-            "them. Use kv='auto' and decode='dense'."
-        )
     if policy.prefill in PAGED:
         check_allowed(policy, next(engine.model.parameters()).dtype, block_tuned=engine.block_tuned)

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tamis.core.checks import check_fields
 from tamis.core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from tamis.engine.grammar import Grammar
+
+LEAST_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -18,13 +23,14 @@ class Sampling:
     """Greedy by default.
 
     max_new_tokens   tokens generated at most, 1 or more
-    temperature      0 is greedy; else logits are divided by it
+    temperature      0 is greedy, and so is less than 1e-5; else logits are divided by it
     top_p, top_k     keep the smallest set of tokens with this probability; the k likeliest (0: all)
     min_p            keep tokens with at least this share of the likeliest one's probability
     repetition_penalty   divides the logits, where negative multiplies them, of all tokens so far, the prompt's too
     presence_penalty, frequency_penalty   taken from the logits of tokens of the answer, once and for each time
     seed             of the draw; None takes a fresh one
     stop             texts that end the answer; they are not part of it
+    grammar          what the answer may be; see `engine.grammar.Grammars`
     """
 
     max_new_tokens: int = 128
@@ -37,6 +43,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     seed: int | None = None
     stop: Sequence[str] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -56,6 +63,11 @@ class Sampling:
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}; allowed is {what}.")
 
     @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken. Logits divided by less than this would not be finite."""
+        return self.temperature < LEAST_TEMPERATURE
+
+    @property
     def penalised(self) -> bool:
         """Whether tokens that came before count."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
@@ -63,7 +75,7 @@ class Sampling:
     @property
     def plain(self) -> bool:
         """Whether the likeliest token is taken as it is."""
-        return self.temperature == 0 and not self.penalised
+        return self.greedy and not self.penalised and self.grammar is None
 
 
 def _texts(stop: Any) -> bool:
@@ -79,6 +91,7 @@ class Sampler:
         self._prompt = prompt
         self._counts: torch.Tensor | None = None  # of each token of the answer
         self._seen: torch.Tensor | None = None  # tokens of the prompt and the answer
+        self._grammar = None if sampling.grammar is None else sampling.grammar.start()
         self._generator = torch.Generator(device=device)
         if sampling.seed is None:
             self._generator.seed()
@@ -89,7 +102,8 @@ class Sampler:
         """The next token from logits [vocabulary]."""
         s = self.sampling
         scores = self._penalised(logits.float()) if s.penalised else logits
-        if s.temperature == 0:
+        scores = scores if self._grammar is None else self._grammar.allowed(scores)
+        if s.greedy:
             token = int(scores.argmax())
         else:
             # without a token before, as the filters look at none
@@ -98,6 +112,8 @@ class Sampler:
         if self._counts is not None and self._seen is not None:
             self._counts[token] += 1
             self._seen[token] = True
+        if self._grammar is not None:
+            self._grammar.accept(token)
         return token
 
     @cached_property

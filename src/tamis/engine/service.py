@@ -5,6 +5,7 @@ Knows no HTTP and no users: who may ask for what is decided above.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from tamis.attention.policy import Policy
 from tamis.core.errors import Busy, Cancelled, ContextOverflow, InvalidInput
 from tamis.core.log import logger
-from tamis.engine.member import Member
+from tamis.engine.cached import member_for
+from tamis.engine.grammar import Grammars
 from tamis.engine.request import Listener, Request
 from tamis.engine.sampling import TextStream
 from tamis.engine.scheduler import Limits
@@ -48,21 +50,28 @@ class Engine:
     """Serves an `LLM` to many. Use it in a `with` block, or `close` it; the LLM stays open.
 
     chunk_tokens: prompts are computed in parts of at most so many tokens between steps of the others.
-    exact: on a CPU in float32, a request's logits do not depend on the others to the last bit; a request that is alone
-    is computed quicker without.
+    exact: on a CPU in float32, a request's logits do not depend on the others to the last bit.
+    graphs: decode steps on a GPU are recorded and replayed.
     """
 
     def __init__(
-        self, llm: LLM, limits: Limits | None = None, *, chunk_tokens: int = CHUNK_TOKENS, exact: bool = True
+        self,
+        llm: LLM,
+        limits: Limits | None = None,
+        *,
+        chunk_tokens: int = CHUNK_TOKENS,
+        exact: bool = True,
+        graphs: bool = True,
     ) -> None:
         self.llm, self.chunk_tokens = llm, chunk_tokens
+        self.grammars = Grammars(llm.tokenizer, llm.runner.model.config.vocab_size, llm.stop_tokens)
         self.reuse = llm.reuse_engine()
         self.pool = self.reuse.store.pool
         limits = limits or Limits(page_tokens=self.pool.page)
         if limits.page_tokens != self.pool.page:
             raise InvalidInput(f"page_tokens is {limits.page_tokens}; pages have {self.pool.page} here.")
         self._wake = threading.Condition()
-        self._work = Steps(self.reuse, limits, self._wake, llm.stop_tokens, exact=exact)
+        self._work = Steps(self.reuse, limits, self._wake, llm.stop_tokens, exact=exact, graphs=graphs)
         self.memory, self._tickets = self._work.memory, self._work.tickets
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._cancelled: dict[int, str] = {}
@@ -88,7 +97,8 @@ class Engine:
                 f"the prompt has {n} tokens and max_tokens is {most}; this model takes {limit} in all. Give a shorter "
                 "prompt or fewer max_tokens."
             )
-        member = Member(request, self.reuse, lambda: self.llm._indexer(request.policy), chunk_tokens=self.chunk_tokens)
+        indexer = functools.partial(self.llm._indexer, request.policy)
+        member = member_for(request, self.reuse, indexer, chunk_tokens=self.chunk_tokens)
         text = TextStream(self.llm.tokenizer, request.sampling.stop, strip=False)
         ticket = Ticket(member, listener, text, most, time.monotonic())
         parts, needs = member.placing.parts(self.reuse.store), member.placing.needs()
@@ -163,6 +173,7 @@ class Engine:
             self._closed = True
             self._wake.notify()
         self._thread.join()
+        self._work.close()
 
     def __enter__(self) -> Self:
         return self

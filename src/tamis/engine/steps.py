@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from tamis.attention.reuse import ReuseEngine
 from tamis.core.errors import CacheFull, TamisError
 from tamis.core.log import logger
 from tamis.engine.batch import Batch
+from tamis.engine.cached import CachedMember
 from tamis.engine.member import Member
 from tamis.engine.request import End, Event, Failed, Listener, Piece, Usage
 from tamis.engine.sampling import Scored, TextStream, draw_all
@@ -41,11 +43,11 @@ class Ticket:
 class PoolMemory:
     """The scheduler's memory: the pages of the documents' cache. See `scheduler.Memory`.
 
-    pinned_pages: kept for documents that stay, whoever decides so.
+    pinned_pages: kept for documents that stay, whoever decides so; kept_pages: for steps, for as long as they run.
     """
 
-    def __init__(self, reuse: ReuseEngine, tickets: dict[int, Ticket]) -> None:
-        self.reuse, self.tickets, self.pinned_pages = reuse, tickets, 0
+    def __init__(self, reuse: ReuseEngine, tickets: dict[int, Ticket], kept_pages: int = 0) -> None:
+        self.reuse, self.tickets, self.pinned_pages, self.kept_pages = reuse, tickets, 0, kept_pages
 
     @property
     def tier(self) -> Any:
@@ -54,7 +56,7 @@ class PoolMemory:
 
     def capacity(self) -> int:
         """See `Memory`."""
-        return int(self.reuse.store.pool.allocator.n_pages) - self.pinned_pages
+        return int(self.reuse.store.pool.allocator.n_pages) - self.pinned_pages - self.kept_pages
 
     def free(self) -> int:
         """See `Memory`."""
@@ -76,7 +78,7 @@ class PoolMemory:
 
 
 class Steps:
-    """The scheduler's decisions, carried out. `stop_tokens` end an answer; `exact`: see `Batch`."""
+    """The scheduler's decisions, carried out. `stop_tokens` end an answer; `exact`, `graphs`: see `Batch`."""
 
     def __init__(
         self,
@@ -86,12 +88,17 @@ class Steps:
         stop_tokens: frozenset[int],
         *,
         exact: bool = True,
+        graphs: bool = True,
     ) -> None:
         self.reuse, self.lock, self.stop_tokens = reuse, lock, stop_tokens
         self.tickets: dict[int, Ticket] = {}
-        self.memory = PoolMemory(reuse, self.tickets)
+        self.batch = Batch(reuse, exact=exact, graphs=graphs)
+        self.memory = PoolMemory(reuse, self.tickets, kept_pages=int(self.batch.graphs.used))
         self.scheduler = Scheduler(self.memory, limits)
-        self._batch = Batch(reuse, exact=exact)
+
+    def close(self) -> None:
+        """No more steps: let go of what is kept for them."""
+        self.batch.close()
 
     def run(self, step: Step) -> None:
         """Compute what a plan names, and tell who listens."""
@@ -108,12 +115,21 @@ class Steps:
             for number in {n for n, _ in step.parts} & self.tickets.keys():
                 member = self.tickets[number].member
                 self.scheduler.replan(number, member.left, member.room)
-        numbers = [n for n in step.decode if n in self.tickets]
-        if not numbers:
-            return
+        for group in self._groups([n for n in step.decode if n in self.tickets]):
+            self._decode(group)
+
+    def _groups(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Requests that decode in one pass: all over pages, and each with a cache of its own."""
+        lone = [n for n in numbers if isinstance(self.tickets[n].member, CachedMember)]
+        paged = [n for n in numbers if n not in lone]
+        return [*([paged] if paged else []), *([n] for n in lone)]
+
+    def _decode(self, numbers: Sequence[int]) -> None:
+        """A token of each."""
         members = [self.tickets[n].member for n in numbers]
         try:
-            logits = self._batch.step(members)
+            first = members[0]
+            logits = first.step()[None] if isinstance(first, CachedMember) else self.batch.step(members)
             tokens = draw_all([m.sampler for m in members], logits)
         except Exception as e:
             for number in numbers:

@@ -8,8 +8,8 @@ captured CUDA graph goes on using them after `write` or `advance`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +50,7 @@ class DecodePlan:
     programs    programs to aim at, over all splits and KV heads
     split_pages a split's pages at most, whatever else is in the plan; None: as many as even out the programs. With a
                 fixed number, and room for a split for each tile, no request's result depends on the others
+    scratch     what a kernel worked out from the rest for all layers of a step; `write` and `advance` empty it
     """
 
     tiles: KeyTiles
@@ -60,6 +61,7 @@ class DecodePlan:
     room: Room
     programs: int
     split_pages: int | None = None
+    scratch: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def reserve(
@@ -102,6 +104,7 @@ class DecodePlan:
         plan has no room for; the plan is then unchanged.
         """
         self._check(requests, q_position)
+        self.scratch.clear()
         counts = torch.tensor([r.table.shape[0] for r in requests])
         request = torch.repeat_interleave(torch.arange(len(requests)), counts)
         joined = joined_tiles(requests)
@@ -147,6 +150,7 @@ class DecodePlan:
 
         The last page must have room: when one is full, `write` again.
         """
+        self.scratch.clear()
         lengths = self.tiles.table[:, LENGTH]
         lengths.index_add_(0, self.growing, torch.full_like(self.growing, tokens, dtype=torch.int32))
         self.q_position.add_(tokens)

@@ -253,7 +253,7 @@ def check_pages(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tiles
     if tiles.table.device != q.device:
         raise InvalidInput(f"tiles are on {tiles.table.device}, q on {q.device}; move them with tiles.to(q.device).")
     if tiles.table.device.type == "cpu" and tiles.table.numel():
-        low, high = int(tiles.table[:, PAGE].min()), int(tiles.table[:, PAGE].max())
+        low, high = map(int, tiles.table[:, PAGE].aminmax())
         if low < 0 or high >= keys.shape[0]:
             raise InvalidInput(f"tiles name pages {low} to {high}; the pool has pages 0 to {keys.shape[0] - 1}.")
 

@@ -15,7 +15,7 @@ from tamis.engine.sampling import Scored
 
 @dataclass
 class Answered:
-    """The choices of one answer so far. `tokenizer` gives tokens their texts."""
+    """The choices of one answer so far. `tokenizer` gives tokens their texts; `found`: ids of documents looked for."""
 
     model: str
     tokenizer: Any
@@ -25,6 +25,7 @@ class Answered:
     texts: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     scored: dict[int, list[Scored]] = field(default_factory=lambda: defaultdict(list))
     ends: dict[int, End] = field(default_factory=dict)
+    found: list[str] = field(default_factory=list)
 
     kind, chunk_kind, prefix = "", "", ""
 
@@ -85,7 +86,8 @@ class Answered:
         for i in sorted(self.ends) if choices is None else choices:
             end = self.ends[i]
             timing = {"queue_s": end.queue_s, "prefill_s": end.prefill_s, "decode_s": end.decode_s}
-            made.append({"index": i, "report": asdict(end.report), "timing": timing})
+            found = {"documents_found": self.found} if self.found else {}
+            made.append({"index": i, "report": asdict(end.report), "timing": timing} | found)
         return made
 
     def _choice(self, i: int) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import tamis
-from tamis.core.errors import InvalidInput, TamisError
+from tamis.core.errors import InvalidInput, NothingFound, TamisError
 from tamis.core.log import logger
 from tamis.engine.chat import chat_prompt
 from tamis.engine.library import Library
@@ -23,6 +24,7 @@ from tamis.server.asked import check_model
 from tamis.server.errors import Told, WrongField, wrong_field
 from tamis.server.keys import Key, KeyRing
 from tamis.server.metrics import Metrics
+from tamis.server.openapi import WORDS, describe, refusals
 from tamis.server.runs import Serving
 from tamis.server.schema import DetokenizeRequest, TokenizeRequest
 from tamis.server.settings import ServerSettings
@@ -35,8 +37,9 @@ def create_app(engine: Engine, library: Library, settings: ServerSettings, keys:
     serving = Serving(engine, library, settings, keys or KeyRing(), Metrics(engine, settings.name))
     app = FastAPI(title="Tamis", version=tamis.__version__, docs_url=None, redoc_url=None)
     app.state.serving = serving
+    describe(app, serving)
 
-    async def owner(authorization: str | None = Header(None)) -> Key:
+    async def owner(authorization: str | None = Header(None, include_in_schema=False)) -> Key:
         return serving.keys.owner(authorization)
 
     asks = Depends(owner)
@@ -52,25 +55,26 @@ def create_app(engine: Engine, library: Library, settings: ServerSettings, keys:
 def _about(app: FastAPI, serving: Serving, asks: Any) -> None:
     engine, name = serving.engine, serving.settings.name
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=refusals())
     async def models(key: Key = asks) -> dict[str, Any]:
         return {"object": "list", "data": [_model(engine, name)]}
 
-    @app.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model:path}", responses=refusals(404))
     async def model(model: str, key: Key = asks) -> dict[str, Any]:
-        check_model(serving, model)
+        if model != name:
+            raise NothingFound(f"model {model!r} is not served here; {name!r} is.")
         return _model(engine, name)
 
-    @app.get("/health")
+    @app.get("/health", responses=refusals() | {503: {"description": WORDS[503]}}, response_class=Response)
     async def health() -> Response:
         """200 while requests are taken; 503 when the server is stopping, or its engine has."""
         return Response(status_code=200 if engine.taking else 503)
 
-    @app.get("/version")
+    @app.get("/version", responses=refusals())
     async def version() -> dict[str, str]:
         return {"version": tamis.__version__}
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses=refusals() | {200: {"content": {"text/plain": {}}}}, response_class=Response)
     async def metrics() -> Response:
         return Response(serving.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -91,13 +95,13 @@ def _texts(app: FastAPI, serving: Serving, asks: Any) -> None:
         ids: list[int] = llm.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens).input_ids
         return ids
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", responses=refusals(400))
     async def tokenize(body: TokenizeRequest, key: Key = asks) -> dict[str, Any]:
         check_model(serving, body.model)
         ids = await asyncio.to_thread(tokens_of, body)
         return {"tokens": ids, "count": len(ids), "max_model_len": llm.runner.geometry.context_tokens}
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", responses=refusals(400))
     async def detokenize(body: DetokenizeRequest, key: Key = asks) -> dict[str, str]:
         check_model(serving, body.model)
         most = llm.runner.model.config.vocab_size
@@ -120,12 +124,24 @@ def _errors(app: FastAPI, settings: ServerSettings) -> None:
         if isinstance(error, _TooLarge):
             return too_large(settings.body_bytes).response()
         what = f"{http.method} {http.url.path}: {error.detail}."
-        return Told(error.status_code, what, "invalid_request_error", None).response()
+        answer = Told(error.status_code, what, "invalid_request_error", None).response()
+        if error.status_code == 405:
+            answer.headers["Allow"] = ", ".join(sorted(_methods(http)))
+        return answer
 
     @app.exception_handler(Exception)
     async def others(http: HttpRequest, error: Exception) -> JSONResponse:
         log.error("%s %s failed: %s", http.method, http.url.path, type(error).__name__)
         return Told.of(error).response()
+
+
+def _methods(http: HttpRequest) -> set[str]:
+    """What a path may be asked with, by all routes that it fits; one of this very name comes before patterns."""
+    routes = http.app.openapi()["paths"]
+    if http.url.path in routes:
+        return {method.upper() for method in routes[http.url.path]}
+    fitting = (item for path, item in routes.items() if compile_path(path)[0].match(http.url.path))
+    return {method.upper() for item in fitting for method in item}
 
 
 def too_large(most: int) -> Told:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -17,6 +18,7 @@ from tamis.engine.request import Request
 from tamis.server.answered import Answered, ChatAnswered, CompletionAnswered
 from tamis.server.asked import chat_requests, completion_requests
 from tamis.server.keys import Key
+from tamis.server.openapi import STREAM, refusals
 from tamis.server.runs import Runs, Serving
 from tamis.server.schema import ChatRequest, Common, CompletionRequest
 
@@ -28,16 +30,22 @@ def router(serving: Serving, owner: Any) -> APIRouter:
     made = APIRouter(prefix="/v1", tags=["answers"])
     tokenizer, name = serving.engine.llm.tokenizer, serving.settings.name
 
-    @made.post("/chat/completions")
+    told = refusals(400, 404, 429, 503, 504) | {200: {"content": STREAM}}
+
+    @made.post("/chat/completions", responses=told, response_class=JSONResponse)
     async def chat_completions(http: HttpRequest, body: ChatRequest, key: Key = owner) -> Response:
         answered = ChatAnswered(name, tokenizer)
         answered.choices = body.n or 1
-        return await answer(serving, http, key, body, lambda: chat_requests(serving, key.name, body), answered)
+        return await answer(
+            serving, http, key, body, partial(chat_requests, serving, key.name, body, answered.found), answered
+        )
 
-    @made.post("/completions")
+    @made.post("/completions", responses=told, response_class=JSONResponse)
     async def completions(http: HttpRequest, body: CompletionRequest, key: Key = owner) -> Response:
         answered = CompletionAnswered(name, tokenizer, len(body.prompts))
-        return await answer(serving, http, key, body, lambda: completion_requests(serving, key.name, body), answered)
+        return await answer(
+            serving, http, key, body, partial(completion_requests, serving, key.name, body, answered.found), answered
+        )
 
     return made
 

@@ -1,4 +1,4 @@
-"""/v1/documents: put, get, list, delete, warm, pin and unpin. Everybody sees their own only."""
+"""/v1/documents: put, get, list, search, delete, warm, pin and unpin. Everybody sees their own only."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from fastapi import APIRouter, Query
 
 from tamis.engine.library import StoredDocument
 from tamis.server.keys import Key
+from tamis.server.openapi import DocumentShown, refusals
 from tamis.server.runs import Serving
-from tamis.server.schema import DocumentPut
+from tamis.server.schema import DocumentPut, SearchRequest
+
+SHOWN: dict[int | str, dict[str, Any]] = {200: {"model": DocumentShown}}
 
 
 def router(serving: Serving, owner: Any) -> APIRouter:
@@ -26,17 +29,22 @@ def router(serving: Serving, owner: Any) -> APIRouter:
             document = await asyncio.to_thread(library.pin, key.name, document.id)
         return shown(serving, key, document)
 
-    @made.post("")
+    @made.post("", responses=refusals(400, 503) | SHOWN)
     async def put_document(body: DocumentPut, key: Key = owner) -> dict[str, Any]:
         """Add a document; its id is made of what it says."""
         return await put(key, body, None)
 
-    @made.put("/{name}")
+    @made.post("/search", responses=refusals(400))
+    async def search_documents(body: SearchRequest, key: Key = owner) -> dict[str, Any]:
+        """The documents that fit a question best, by wording: one's own, and the passages of the server's index."""
+        return {"object": "list", "data": await asyncio.to_thread(found, serving, key, body)}
+
+    @made.put("/{name}", responses=refusals(400, 503) | SHOWN)
     async def put_document_as(name: str, body: DocumentPut, key: Key = owner) -> dict[str, Any]:
         """Add a document under an id of one's own."""
         return await put(key, body, name)
 
-    @made.get("")
+    @made.get("", responses=refusals(400))
     async def list_documents(
         after: str = "", limit: int = Query(100, ge=1, le=1000), key: Key = owner
     ) -> dict[str, Any]:
@@ -44,35 +52,41 @@ def router(serving: Serving, owner: Any) -> APIRouter:
         found, more = library.list(key.name, after=after, limit=limit)
         return {"object": "list", "data": [shown(serving, key, d) for d in found], "has_more": more}
 
-    @made.get("/{name}")
+    @made.get("/{name}", responses=refusals(404) | SHOWN)
     async def get_document(name: str, key: Key = owner) -> dict[str, Any]:
         """One document with its text."""
         document = library.get(key.name, name)
         return shown(serving, key, document) | {"text": document.text}
 
-    @made.delete("/{name}")
+    @made.delete("/{name}", responses=refusals(404, 503))
     async def delete_document(name: str, key: Key = owner) -> dict[str, Any]:
         """Forget it. Requests that read it finish with it."""
         await asyncio.to_thread(library.delete, key.name, name)
         return {"id": name, "object": "document.deleted", "deleted": True}
 
-    @made.post("/{name}/warm")
+    _stored(made, serving, owner)
+    return made
+
+
+def _stored(made: APIRouter, serving: Serving, owner: Any) -> None:
+    """What is kept of a document's keys and values."""
+    library = serving.library
+
+    @made.post("/{name}/warm", responses=refusals(400, 404, 503) | SHOWN)
     async def warm_document(name: str, key: Key = owner) -> dict[str, Any]:
         """Have its keys and values computed and stored now."""
         origin = await asyncio.to_thread(library.warm, key.name, name)
         return shown(serving, key, library.get(key.name, name)) | {"origin": origin}
 
-    @made.post("/{name}/pin")
+    @made.post("/{name}/pin", responses=refusals(400, 404, 503) | SHOWN)
     async def pin_document(name: str, key: Key = owner) -> dict[str, Any]:
         """Keep them in the fastest tier."""
         return shown(serving, key, await asyncio.to_thread(library.pin, key.name, name))
 
-    @made.post("/{name}/unpin")
+    @made.post("/{name}/unpin", responses=refusals(404, 503) | SHOWN)
     async def unpin_document(name: str, key: Key = owner) -> dict[str, Any]:
         """Let them be evicted again."""
         return shown(serving, key, await asyncio.to_thread(library.unpin, key.name, name))
-
-    return made
 
 
 def shown(serving: Serving, key: Key, document: StoredDocument) -> dict[str, Any]:
@@ -86,3 +100,19 @@ def shown(serving: Serving, key: Key, document: StoredDocument) -> dict[str, Any
         "pinned": document.pinned,
         "tier": serving.library.tier(key.name, document),
     }
+
+
+def found(serving: Serving, key: Key, asked: SearchRequest) -> list[dict[str, Any]]:
+    """What a search finds, best first, each with the part that fits best."""
+    return [
+        {
+            "id": hit.id,
+            "object": "document.hit",
+            "title": hit.title,
+            "score": hit.score,
+            "snippet": hit.snippet(asked.query),
+            "within": hit.place,
+            "source": hit.source or None,
+        }
+        for hit in serving.library.search(key.name, asked.query, asked.top_k, within=asked.within)
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -19,7 +20,9 @@ from tamis.core.errors import (
     NothingFound,
     PoolFull,
     Refused,
+    StoreBusy,
     TamisError,
+    Unavailable,
 )
 
 # fields of OpenAI's interface that are known and not done here, with what to do instead
@@ -30,7 +33,7 @@ NOT_DONE = {
     "function_call": "Tools are not called by this server.",
     "parallel_tool_calls": "Tools are not called by this server.",
     "tool_calls": "Tools are not called by this server.",
-    "response_format": "Answers are plain text; leave it out.",
+    "response_format": "Chat completions take it.",
     "logit_bias": "Leave it out.",
     "best_of": "Ask for n choices and keep the best.",
     "echo": "Leave it out.",
@@ -49,12 +52,14 @@ _STATUS: Sequence[tuple[type[Exception], int, str]] = (
     (ContextOverflow, 400, "invalid_request_error"),
     (InvalidInput, 400, "invalid_request_error"),
     (ModelUnsupported, 400, "invalid_request_error"),
+    (Unavailable, 400, "invalid_request_error"),
     (Refused, 401, "authentication_error"),
     (NothingFound, 404, "not_found_error"),
     (Busy, 429, "rate_limit_error"),
     (CacheFull, 503, "server_error"),
     (PoolFull, 503, "server_error"),
     (CacheTimeout, 503, "server_error"),
+    (StoreBusy, 503, "server_error"),
     (Cancelled, 503, "server_error"),
 )
 _CODES = {"context_overflow": "context_length_exceeded", "refused": "invalid_api_key", "busy": "rate_limit_exceeded"}
@@ -115,7 +120,9 @@ def wrong_field(errors: Sequence[Any]) -> WrongField:
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     if first["type"] == "json_invalid":
         return WrongField("the body is no JSON.", None, "invalid_json")
-    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    place = [str(part) for part in first["loc"][1:]]  # behind "body", "query" or "path"
+    place = list(takewhile(lambda part: part.isidentifier() or part.isdigit(), place))  # others name a variant
+    place = [part for i, part in enumerate(place) if part not in ("str", *place[max(0, i - 1) : i])]
     param, last = ".".join(place) or None, place[-1] if place else ""
     if place[:1] == ["documents"] and len(place) > 1:
         what = "give an id, an object with id, or one with text and, if wanted, title"

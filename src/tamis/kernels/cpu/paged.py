@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from tamis.core.errors import InvalidInput
+from tamis.kernels.cpu.paged_rows import paged_decode_rows, takes
 from tamis.kernels.decode_plan import DecodePlan
 from tamis.kernels.paged import LENGTH, PAGE, POSITION, KeyTiles, PagedLists, check_pages, check_rows, turned_back
 
@@ -46,8 +47,10 @@ def paged_decode(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: DecodePlan, *, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.reference.paged.paged_decode`; float32, float16 or bfloat16 on a CPU."""
-    check_pages(q, keys, values, plan.tiles)
     _check_device(q)
+    if takes(plan):
+        return paged_decode_rows(q, keys, values, plan, scale=scale)
+    check_pages(q, keys, values, plan.tiles)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32)
     pool = _Pool(keys, values, plan.tiles, scale, plan.tiles.slopes)

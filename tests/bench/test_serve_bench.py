@@ -1,0 +1,184 @@
+"""The load of a server: what is sent and when, what is made of its outcomes, and one small run of everything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tamis.bench import serve_load
+from tamis.bench.serve import (
+    MIXED,
+    POLICIES,
+    Outcomes,
+    Pace,
+    Slo,
+    case_of,
+    requests_of,
+    rows_of,
+    run_policy,
+    table,
+    workload_of,
+)
+from tamis.bench.serve_lone import Took, compare, summary
+from tamis.bench.serve_words import shape_with_words, words
+from tamis.core.errors import InvalidInput, UnknownName
+
+
+def _outcome(*pieces_s: float, new: int | None = None, error: str = "") -> dict[str, Any]:
+    usage = {
+        "prompt_tokens": 100,
+        "completion_tokens": new or len(pieces_s),
+        "prompt_tokens_details": {"cached_tokens": 40},
+    }
+    report = {"used": "dense", "reason": ""}
+    return {
+        "status": 200, "error": error, "pieces_s": list(pieces_s), "end_s": max(pieces_s, default=0.0), "late_s": 0.0,
+        "usage": usage, "tamis": [{"report": report}],
+    }  # fmt: skip
+
+
+class TestRequests:
+    def test_poisson_arrivals_at_the_rate_and_texts_of_the_cut_length(self) -> None:
+        workload = workload_of(None)
+        made = requests_of(workload, Pace(requests=200, rate=10.0, cut_tokens=7, output_tokens=5))
+        gaps = [b["at_s"] - a["at_s"] for a, b in pairwise(made)]
+        assert min(gaps) > 0 and 0.07 < sum(gaps) / len(gaps) < 0.14
+        body = made[0]["body"]
+        assert len(body["documents"]) == 4 and all(len(d["text"].split()) == 7 for d in body["documents"])
+        assert body["max_tokens"] == 5 and body["stream"]
+        assert made == requests_of(workload, Pace(requests=200, rate=10.0, cut_tokens=7, output_tokens=5))
+
+    def test_mooncakes_file_at_its_own_times(self, tmp_path: Path) -> None:
+        rows = [
+            {"timestamp": 1000 * i, "input_length": 1100, "output_length": 9, "hash_ids": [0, 1, 2 + i]}
+            for i in range(3)
+        ]
+        file = tmp_path / "like_mooncake.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        made = requests_of(workload_of(str(file), speed=2.0), Pace(requests=3))
+        assert [r["at_s"] for r in made] == [0.0, 0.5, 1.0]
+        assert made[0]["body"]["documents"] == made[1]["body"]["documents"] != []
+        assert made[0]["body"]["messages"] != made[1]["body"]["messages"]
+
+    def test_what_cannot_be_sent_in_time_is_refused(self) -> None:
+        with pytest.raises(InvalidInput, match="all at once"):
+            requests_of(workload_of(None), Pace(requests=2))
+        with pytest.raises(InvalidInput, match="rate is 0"):
+            Pace(rate=0.0)
+
+    def test_the_same_seed_gives_the_same_words(self) -> None:
+        assert words(3, 50) == words(3, 50) != words(4, 50)
+
+
+class TestOutcomes:
+    def test_summary(self) -> None:
+        raw = [_outcome(0.5, 0.6, 0.7), _outcome(3.0, 3.1), _outcome(0.2, 0.9, new=2), _outcome(error="429: full")]
+        sent = [{"at_s": float(i)} for i in range(4)]
+        found = Outcomes("dense", raw)
+        made = found.summary(sent, Slo(ttft_s=1.0, itl_s=0.2))
+        assert made["done"] == 3 and made["failures"] == {"429: full": 1}
+        assert made["ttft_s"]["p50"] == 0.5 and made["good_share"] == 0.25
+        assert made["span_s"] == pytest.approx(4.1) and made["goodput_rps"] == pytest.approx(1 / 4.1)
+        assert made["output_tokens_per_s"] == pytest.approx(7 / 4.1) and made["cached_share"] == 0.4
+        metrics = {row.metric: row.p50 for row in rows_of("case", found, made)}
+        assert metrics["failed_share"] == 0.25 and metrics["ttft_p99_s"] == pytest.approx(2.95)
+        assert "1 failed: 429: full" in table({"case": "case", "policies": [made]})
+
+    def test_nothing_came_back(self) -> None:
+        found = Outcomes("dense", [_outcome(error="OSError: refused")])
+        made = found.summary([{"at_s": 0.0}], Slo())
+        assert made["done"] == 0 and made["ttft_s"] == {}
+        assert {row.metric for row in rows_of("case", found, made)} >= {"failed_share", "goodput_rps"}
+
+    def test_policies_are_mixed_in_turn(self) -> None:
+        seen: list[Mapping[str, Any]] = []
+
+        def load(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+            seen.extend(requests)
+            return [_outcome(0.1) for _ in requests]
+
+        run_policy("all", [{"at_s": 0.0, "body": {}}] * 5, load, "m", key="k")
+        assert [r["body"]["tamis"] for r in seen] == [POLICIES[MIXED[i % 4]] for i in range(5)]
+        assert {r["key"] for r in seen} == {"k"}
+        with pytest.raises((InvalidInput, UnknownName)):
+            run_policy("fast", [], load, "m")
+
+
+def test_a_lone_user_is_compared_pair_by_pair() -> None:
+    prompts = [[1], [2], [3], [4]]
+    made = compare(lambda p: Took(1.0, p[0], 2.0), lambda p: Took(1.1, p[0] * 2, 2.0), prompts)
+    assert len(made["server"]) == 3
+    assert summary(made)["itl_s"]["ratio"] == 2.0 and summary(made)["ttft_s"]["ratio"] == pytest.approx(1.1)
+
+
+def test_every_token_of_a_shape_has_a_text() -> None:
+    loaded = shape_with_words("shape:tiny")
+    text = words(1, 20)
+    ids = loaded.tokenizer(text).input_ids
+    assert len(ids) == 20 and loaded.tokenizer.decode(ids) == text
+    assert loaded.tokenizer.decode([500])
+
+
+class TestLoad:
+    """Against a server that says what it is told to."""
+
+    EMPTY = b'data: {"choices":[{"delta":{"content":""}}]}\n\n'
+    ONE = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+    LAST = b'data: {"choices":[{"text":"b"}],"usage":{"completion_tokens":2}}\n\n'
+    DONE = b"data: [DONE]\n\n"
+    ANSWERS = (
+        (200, [EMPTY, ONE + LAST[:3], LAST[3:], DONE]),
+        (200, [ONE]),
+        (429, [b'{"error": {"message": "full"}}']),
+        (200, [b'data: {"error": {"message": "too late"}}\n\n', DONE]),
+    )
+
+    def test_what_is_made_of_answers(self) -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            status, parts = self.ANSWERS[json.loads(await reader.readexactly(length))["n"]]
+            writer.write(f"HTTP/1.1 {status} X\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+            for part in [*parts, b""]:
+                writer.write(b"%x\r\n%s\r\n" % (len(part), part))
+                await writer.drain()
+            writer.close()
+
+        async def ask() -> list[dict[str, Any]]:
+            server = await asyncio.start_server(answer, "127.0.0.1", 0)
+            async with server:
+                port = server.sockets[0].getsockname()[1]
+                sent = [{"at_s": 0.0, "path": "/x", "body": {"n": n}, "key": "k"} for n in range(len(self.ANSWERS))]
+                return await serve_load.run(f"http://127.0.0.1:{port}", sent, 10.0)
+
+        good, broken, full, late = asyncio.run(ask())
+        assert not good["error"] and len(good["pieces_s"]) == 2 and good["usage"]["completion_tokens"] == 2
+        assert "broke off" in broken["error"] and full["error"] == "429: full" and late["error"] == "too late"
+
+    def test_nobody_listens(self) -> None:
+        (made,) = serve_load.in_process("http://127.0.0.1:9", [{"at_s": 0.0, "path": "/x", "body": {}}])
+        assert "Error" in made["error"] and made["pieces_s"] == []
+
+
+def test_the_whole_command(tmp_path: Path) -> None:
+    """A server of random weights in a second process, the load in a third, every policy, numbers and picture."""
+    from typer.testing import CliRunner
+
+    from tamis.cli.main import app
+
+    out, plot = tmp_path / "made.json", tmp_path / "made.svg"
+    asked = ["bench", "serve", "-m", "shape:tiny", "--requests", "4", "--rate", "50", "--output-tokens", "6"]
+    asked += ["--cut-tokens", "40", "--policies", "reuse,all", "--out", str(out), "--plot", str(plot)]
+    ran = CliRunner().invoke(app, [*asked, "--results", str(tmp_path / "results"), "--json"])
+    assert ran.exit_code == 0, ran.output
+    made = json.loads(out.read_text(encoding="utf-8"))
+    assert [one["done"] for one in made["policies"]] == [4, 4], made["policies"]
+    assert made["policies"][0]["used"] == {"reuse": 4} and made["policies"][0]["cached_share"] > 0
+    assert made["case"] == case_of("tiny", workload_of(None), Pace(4, 50.0, 40, 6))
+    assert plot.stat().st_size > 1000 and (tmp_path / "results/serve.csv").is_file()

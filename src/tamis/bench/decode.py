@@ -23,7 +23,7 @@ from tamis.bench.decode_scene import Full, Scene, copied, copies_of, full_functi
 from tamis.bench.decode_tune import module_of, tuned
 from tamis.bench.dense import Heads, dense_functions
 from tamis.bench.machine import device_of, why_of
-from tamis.bench.results import Row
+from tamis.bench.results import Case, Row
 from tamis.bench.shapes import Shape, shape_of
 from tamis.core.errors import InvalidInput, TamisError
 from tamis.kernels.selfindex import Layout
@@ -66,25 +66,15 @@ class DecodePlanned:
 
 
 @dataclass
-class Case:
-    """One length and batch: what was found, and the rows for results/decode.csv."""
+class DecodeCase(Case):
+    """One length and batch; errors against the reference, and the cuts that were timed."""
 
-    name: str
     errors: dict[str, float] = field(default_factory=dict)
     cut: dict[str, Any] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def add(self, provider: str, metric: str, values: Sequence[float], unit: str) -> None:
-        """A row of some repetitions."""
-        self.rows.append(Row.of(self.name, provider, metric, values, unit=unit))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON."""
-        found: dict[str, dict[str, float]] = {}
-        for row in self.rows:
-            found.setdefault(row.provider, {})[row.metric] = row.p50
-        return {"case": self.name, "found": found, "errors": self.errors, "cut": self.cut, "notes": self.notes}
+        return super().to_dict() | {"errors": self.errors, "cut": self.cut}
 
 
 @dataclass
@@ -114,11 +104,11 @@ def bench_decode(plan: DecodePlanned, note: Note = lambda _: None, keep: Keep = 
         raise InvalidInput("tune is for the kernels of a GPU and the device is no GPU; leave it out.")
     if where.type != "cuda":
         note("no GPU is used: the paths of a CPU are timed, float32")
-    cases: list[Case] = []
+    cases: list[DecodeCase] = []
     left_out: dict[str, str] = {}
     for tokens in plan.tokens:
         for batch in plan.batch:
-            case = Case(f"{plan.shape}/{tokens}/b{batch}")
+            case = DecodeCase(f"{plan.shape}/{tokens}/b{batch}")
             try:
                 _measure(case, plan, shape, (tokens, batch), where, note)
             except InvalidInput:
@@ -132,7 +122,7 @@ def bench_decode(plan: DecodePlanned, note: Note = lambda _: None, keep: Keep = 
             _free(where)
     if "prefill" in plan.measures and not plan.check_only:
         for tokens in plan.tokens:
-            case = Case(f"{plan.shape}/{tokens}/b1")
+            case = DecodeCase(f"{plan.shape}/{tokens}/b1")
             try:
                 _prefill(case, shape, tokens, plan.rounds, where)
             except Exception as e:  # as above
@@ -150,7 +140,7 @@ def bench_decode(plan: DecodePlanned, note: Note = lambda _: None, keep: Keep = 
 
 
 def _measure(
-    case: Case, plan: DecodePlanned, shape: Shape, size: tuple[int, int], where: torch.device, note: Note
+    case: DecodeCase, plan: DecodePlanned, shape: Shape, size: tuple[int, int], where: torch.device, note: Note
 ) -> None:
     """Check, then time; raises TamisError where a kernel disagrees with the reference."""
     dtype = _dtype(where)
@@ -178,7 +168,7 @@ def _measure(
         note(f"{case.name} {row.provider} {row.metric}: {row.p50:.4g} {row.unit}")
 
 
-def _fastest(case: Case, scene: Scene, plan: DecodePlanned, note: Note) -> _Step:
+def _fastest(case: DecodeCase, scene: Scene, plan: DecodePlanned, note: Note) -> _Step:
     """The fastest of our kernels that agree with the reference; raises TamisError if none does."""
     where = scene.q.device
     found: list[tuple[float, _Step]] = []
@@ -210,7 +200,7 @@ def _fastest(case: Case, scene: Scene, plan: DecodePlanned, note: Note) -> _Step
     return min(found, key=lambda pair: pair[0])[1]
 
 
-def _attention(case: Case, scene: Scene, step: _Step, full: dict[str, Full], rounds: int) -> None:
+def _attention(case: DecodeCase, scene: Scene, step: _Step, full: dict[str, Full], rounds: int) -> None:
     """Times of a layer's attention."""
     where, q = scene.q.device, scene.q
     n_full = copies_of(scene.keys.nbytes * 2, where)
@@ -243,7 +233,7 @@ def _attention(case: Case, scene: Scene, step: _Step, full: dict[str, Full], rou
         _parts(case, scene, step, arenas, rounds)
 
 
-def _parts(case: Case, scene: Scene, step: _Step, arenas: list[Arena], rounds: int) -> None:
+def _parts(case: DecodeCase, scene: Scene, step: _Step, arenas: list[Arena], rounds: int) -> None:
     """Time of each launch: of all up to it, less all before it."""
     assert step.work is not None
     module = module_of(step.kernel)
@@ -267,7 +257,7 @@ def _parts(case: Case, scene: Scene, step: _Step, arenas: list[Arena], rounds: i
         case.add(OURS, f"{name}_us", [now - before], "us")
 
 
-def _token(case: Case, scene: Scene, step: _Step, best: tuple[str, Full], rounds: int) -> None:
+def _token(case: DecodeCase, scene: Scene, step: _Step, best: tuple[str, Full], rounds: int) -> None:
     """A whole decode step with full attention and with ours."""
     _free(scene.q.device)
     where, shape = scene.q.device, scene.shape
@@ -303,7 +293,7 @@ def _token(case: Case, scene: Scene, step: _Step, best: tuple[str, Full], rounds
     case.add(OURS, "token_speedup", _ratios(found[name], found[OURS]), "1")
 
 
-def _prefill(case: Case, shape: Shape, tokens: int, rounds: int, where: torch.device) -> None:
+def _prefill(case: DecodeCase, shape: Shape, tokens: int, rounds: int, where: torch.device) -> None:
     """Fitting and compressing all layers, over a dense prefill of them: one layer's time times the layers."""
     dtype = _dtype(where)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)

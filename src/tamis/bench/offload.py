@@ -15,7 +15,7 @@ import gc
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +28,7 @@ from tamis.bench.machine import device_of, why_of
 from tamis.bench.offload_cell import Cell, CellPlan, Timed
 from tamis.bench.offload_check import check
 from tamis.bench.offload_step import PROVIDERS, Weights
-from tamis.bench.results import Row
+from tamis.bench.results import Case, Row
 from tamis.bench.shapes import shape_of
 from tamis.core.errors import InvalidInput, TamisError
 from tamis.kernels.block_pool import PoolRoom
@@ -79,26 +79,6 @@ class OffloadPlan:
                 f"batch {list(self.batch)}, tokens {list(self.tokens)}, slots {list(self.slots)}, "
                 f"host-gb {self.host_gb}; numbers are 1 or more, bytes more than 0."
             )
-
-
-@dataclass
-class Case:
-    """What was found of one case, and its rows for results/offload.csv."""
-
-    name: str
-    rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def add(self, provider: str, metric: str, values: Sequence[float], unit: str) -> None:
-        """A row of some repetitions."""
-        self.rows.append(Row.of(self.name, provider, metric, values, unit=unit))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON."""
-        found: dict[str, dict[str, float]] = {}
-        for row in self.rows:
-            found.setdefault(row.provider, {})[row.metric] = row.p50
-        return {"case": self.name, "found": found, "notes": self.notes}
 
 
 class _Bench:

@@ -2,8 +2,8 @@
 
 One step serves all providers: what chooses (the layer itself, a forecast, InfiniGen's guess), when the copy begins, and
 whether there is one. All choosing is done in full; then the blocks of a replayed list are placed instead
-(`bench.locality`), since what random weights choose means nothing. On a GPU two streams, ordered by events, go into one
-graph; on a CPU the reference runs in order.
+(`bench.locality`), since what random weights choose means nothing. On a GPU three streams, ordered by events, go into
+one graph: layers, choices made ahead, and copies. On a CPU the reference runs in order.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Step:
     x: torch.Tensor
     resident: list[torch.Tensor] = field(default_factory=list)
     timeline: Timeline | None = None
-    side: Any = None  # the copies' stream
+    beside: bool = True  # choices made ahead have a stream of their own
     programs: int = 8
     warps: int = 8
 
@@ -159,9 +159,13 @@ class Step:
         self._arrived: dict[int, Any] = {}
         room = self.pool.room
         self._chosen = torch.empty((room.rows, room.width), dtype=torch.int32, device=self.x.device)
-        if self.x.device.type == "cuda" and self.side is None:
+        self._copying: Any = None
+        self._choosing: Any = None
+        if self.x.device.type == "cuda":
             # before a grid that fills the device, or the copies wait for its end
-            self.side = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+            self._copying = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+            if self.beside and self.provider.ahead:
+                self._choosing = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
 
     def run(self) -> torch.Tensor:
         """Logits [B, vocabulary]."""
@@ -173,12 +177,8 @@ class Step:
             self._mark(i, 0)
             v, q, k, *ahead = w.heads(y, i, forecast=provider.ahead == "forecast")
             self.ops.append(layer, k, v, self.positions)
-            if i == 0 or not provider.ahead:
-                first = provider.ahead == "forecast"
-                self._choose(i, w.now(y) if first else q, None if first else scale, lag=0)
-            if provider.ahead and i + 1 < len(layers):
-                guess = ahead[0] if ahead else w.guess(y, i + 1)
-                self._choose(i + 1, guess, None if ahead else scale, lag=1)
+            with self._on(self._choosing):
+                self._choices(i, y, q, ahead, scale)
             self._need(i)
             self._mark(i, 1)
             slots = self.resident[i] if provider.resident else layer.slots
@@ -196,28 +196,40 @@ class Step:
             if fetch:
                 self.ops.fetch(layer, programs=self.programs, warps=self.warps)
 
+    def _choices(self, i: int, y: torch.Tensor, q: torch.Tensor, ahead: list[torch.Tensor], scale: float) -> None:
+        """What is chosen while layer i runs: by itself, or for the next one. y: its input; ahead: the forecast."""
+        w, named = self.weights, self.provider.ahead
+        if i == 0 or not named:
+            first = named == "forecast"
+            self._choose(i, w.now(y) if first else q, None if first else scale, lag=0)
+        if named and i + 1 < len(self.pool.layers):
+            guess = ahead[0] if ahead else w.guess(y, i + 1)
+            self._choose(i + 1, guess, None if ahead else scale, lag=1)
+
     def _choose(self, i: int, q: torch.Tensor, scale: float | None, *, lag: int) -> None:
         """Score, select, and place; begin the copies where they are made ahead."""
         layer = self.pool.layers[i]
         values = self.ops.scores(q, layer, self.positions, scale=scale, lag=lag)
         self.ops.select(values, self.positions, layer.rule, self._chosen)
         if self.provider.resident:
+            if self._choosing is not None:
+                self._arrived[i] = self._choosing.record_event()
             return
         self.ops.place(layer, self.wanted[i])
-        if not self.provider.prefetch:
-            return
-        with self._beside():
-            self._fetch(i)
-            if self.side is not None:
-                self._arrived[i] = self.side.record_event()
+        if self.provider.prefetch:
+            with self._on(self._copying):
+                self._fetch(i)
+                if self._copying is not None:
+                    self._arrived[i] = self._copying.record_event()
+        elif self._choosing is not None:
+            self._arrived[i] = self._choosing.record_event()
 
     def _need(self, i: int) -> None:
-        if self.provider.resident:
-            return
-        if not self.provider.prefetch:
-            self._fetch(i)
-        elif self.side is not None:
+        """The current stream goes on when layer i's blocks are there."""
+        if i in self._arrived:
             torch.cuda.current_stream().wait_event(self._arrived.pop(i))
+        if not self.provider.resident and not self.provider.prefetch:
+            self._fetch(i)
 
     def _fetch(self, i: int) -> None:
         self._mark(i, 2)
@@ -225,13 +237,13 @@ class Step:
         self._mark(i, 3)
 
     @contextlib.contextmanager
-    def _beside(self) -> Any:
-        """Behind what was launched so far, on the copies' stream."""
-        if self.side is None:
+    def _on(self, stream: Any) -> Any:
+        """On another stream, behind what was launched on this one so far; None: on this one."""
+        if stream is None:
             yield
             return
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             yield
 
     def _mark(self, layer: int, what: int) -> None:

@@ -9,9 +9,10 @@ import csv
 import io
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -99,6 +100,26 @@ def append_rows(
         fresh = _check(file.seek(0, io.SEEK_END), file, path)
         file.write(((HEADER if fresh else "") + text.getvalue()).encode())
     return path
+
+
+@dataclass
+class Case:
+    """What a benchmark found of one case, provider by provider: rows for its results file, and notes."""
+
+    name: str
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, provider: str, metric: str, values: Sequence[float], unit: str) -> None:
+        """A row of some repetitions."""
+        self.rows.append(Row.of(self.name, provider, metric, values, unit=unit))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON."""
+        found: dict[str, dict[str, float]] = {}
+        for row in self.rows:
+            found.setdefault(row.provider, {})[row.metric] = row.p50
+        return {"case": self.name, "found": found, "notes": self.notes}
 
 
 def read_rows(path: Path | str) -> list[dict[str, str]]:

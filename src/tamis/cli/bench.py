@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -149,6 +149,21 @@ class Kept:
     def keep(self, rows: Sequence[Row]) -> None:
         """Append rows to the results folder, see `record`."""
         self.file = record(rows, self._bench, self._results)
+
+
+def tell(made: dict[str, Any]) -> None:
+    """Print the cases of a benchmark, see `bench.results.Case.to_dict`, and what was left out."""
+    for case in made["cases"]:
+        print(case["case"])
+        for provider, metrics in case["found"].items():
+            told = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+            print(f"  {provider:34} {told}")
+        if errors := case.get("errors"):
+            print("  errors: " + ", ".join(f"{name} {value:.2g}" for name, value in errors.items()))
+        for note in case["notes"]:
+            print(f"  {note}")
+    for what, why in made["left_out"].items():
+        print(f"left out: {what}: {why}")
 
 
 def record(rows: Sequence[Row], bench: str, folder: str | None) -> str | None:

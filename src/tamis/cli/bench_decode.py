@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json as jsonlib
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from tamis.cli.bench import Kept, Results, app, lengths_of
+from tamis.cli.bench import Kept, Results, app, lengths_of, tell
 from tamis.cli.options import Device, Json
 
 
@@ -45,18 +45,4 @@ def decode(
     if json:
         print(jsonlib.dumps(made | {"results": kept.file}))
         return
-    for case in made["cases"]:
-        _print(case)
-    for what, why in made["left_out"].items():
-        print(f"left out: {what}: {why}")
-
-
-def _print(case: dict[str, Any]) -> None:
-    print(case["case"])
-    for provider, metrics in case["found"].items():
-        told = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        print(f"  {provider:34} {told}")
-    if case["errors"]:
-        print("  errors: " + ", ".join(f"{name} {value:.2g}" for name, value in case["errors"].items()))
-    for note in case["notes"]:
-        print(f"  {note}")
+    tell(made)

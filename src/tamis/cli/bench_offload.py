@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json as jsonlib
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from tamis.cli.bench import Kept, Results, app, lengths_of
+from tamis.cli.bench import Kept, Results, app, lengths_of, tell
 from tamis.cli.options import Device, Dtype, Json, Model
 from tamis.cli.texts import texts_of
 
@@ -119,10 +119,7 @@ def offload(
     if json:
         print(jsonlib.dumps(made | {"results": kept.file}))
         return
-    for case in made["cases"]:
-        _print(case)
-    for what, why in made["left_out"].items():
-        print(f"left out: {what}: {why}")
+    tell(made)
 
 
 def _numbers(text: str) -> list[float]:
@@ -136,12 +133,3 @@ def _numbers(text: str) -> list[float]:
 
 def _words(text: str) -> list[str]:
     return [word for part in text.split(",") if (word := part.strip())]
-
-
-def _print(case: dict[str, Any]) -> None:
-    print(case["case"])
-    for provider, metrics in case["found"].items():
-        told = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        print(f"  {provider:34} {told}")
-    for note in case["notes"]:
-        print(f"  {note}")

@@ -35,7 +35,7 @@ PROMPT = torch.randint(0, 512, (1, 150), generator=torch.Generator().manual_seed
 
 def forecast_of(model: Any, rule: BlockRule) -> Forecast:
     heads = model.config.num_key_value_heads
-    weight, bias = first_weights(decoder_layers(model), heads, 64, start="query")
+    weight, bias = first_weights(decoder_layers(model), heads, model.config.head_dim, start="query")
     return Forecast(weight, bias, heads, ForecastInfo({}, "tiny", rule))
 
 

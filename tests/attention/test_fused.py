@@ -93,6 +93,17 @@ def test_nothing_is_left_behind(model: Any) -> None:
     assert not any("forward" in vars(m) or m._forward_pre_hooks for m in model.modules())
 
 
+def test_put_in_and_taken_out_in_inference_mode(model: Any) -> None:
+    """The model can be trained afterwards."""
+    with torch.inference_mode():
+        fused = FusedForecast(model, forecast_of(model))
+        fused.close()
+    assert not any(p.is_inference() for p in model.parameters())
+    model(TOKEN, use_cache=False).logits.sum().backward()
+    assert all(p.grad is not None for p in model.model.layers[0].self_attn.parameters())
+    model.zero_grad()
+
+
 def test_what_is_written_meanwhile_stays(model: Any) -> None:
     fused = FusedForecast(model, forecast_of(model))
     weight = model.model.layers[1].self_attn.k_proj.weight

@@ -85,6 +85,11 @@ class TestPolicy:
         assert Policy.of(base, rows=4) == Policy(prefill="sift", mass=0.95, rows=4)
         assert Policy.of() == Policy() and Policy.of(base) == base
 
+    def test_of_something_else(self) -> None:
+        wrong: Any = "sift"
+        with pytest.raises(InvalidInput, match=r"policy is 'sift'; give a tamis\.Policy, or its fields by name"):
+            Policy.of(wrong, rows=4)
+
     def test_frozen_and_hashable(self) -> None:
         with pytest.raises(dataclasses.FrozenInstanceError):
             Policy().rows = 3  # type: ignore[misc]

@@ -31,7 +31,10 @@ def recorded(kept: float, misses: dict[str, float] | None = None, provider: str 
 
 @pytest.fixture
 def plan(tmp_path: Path) -> OffloadPlan:
-    save([recorded(0.7), recorded(0.5, provider="forecast")], str(tmp_path / "l.json"), how="by hand")
+    sticky = [replace(recorded(kept, provider=f"{name}-stick"), rule=replace(RULE, stick=0.5))
+              for name, kept in (("own", 0.8), ("forecast", 0.7))]  # fmt: skip
+    plain = [recorded(0.7), recorded(0.5, provider="forecast")]
+    save(plain + sticky, str(tmp_path / "l.json"), how="by hand")
     return OffloadPlan("tiny", (512,), (2,), locality=str(tmp_path / "l.json"), rounds=3, host_gb=0.005, device="cpu")
 
 
@@ -87,6 +90,9 @@ class TestLocality:
         save(own, path, how="so")
         assert load(path) == own[0] and json.loads(Path(path).read_text())["how"] == "so"
         assert load_all(path) == {"own": own[0], "forecast": own[0]}
+        sticky = record(loaded, [i * 7 % 509 for i in range(600)], RULE, 64, data="numbers", stick=2.0)[1]
+        assert sticky.provider == "own-stick" and sticky.rule == replace(RULE, stick=2.0)
+        assert sticky.misses["1"] < own[0].misses["1"] and sticky.recall < 1
         with pytest.raises(NothingFound, match="forecast"):
             load(path, "forecast")
         with pytest.raises(NothingFound, match="record-locality"):
@@ -121,6 +127,7 @@ class TestBench:
         # the same lists, the same bytes: what a layer chose late or early
         moved = [found[cell, name, "bytes_moved"].p50 for name in ("sparse-offload", "infinigen")]
         assert moved[0] == moved[1]
+        assert found[cell, "forecast-stick", "bytes_moved"].p50 < found[cell, "forecast", "bytes_moved"].p50
         (case,) = [c for c in made["cases"] if c["case"] == cell]
         assert any("own, 8 tokens" in note for note in case["notes"])
 
@@ -130,6 +137,12 @@ class TestBench:
         assert any("1 of 2 layers" in note for note in made["cases"][0]["notes"])
         assert made["cases"][0]["case"] == "tiny/512/b2/2x/l/1-layers"
         assert "speedup_vs_sparse_offload" not in made["cases"][0]["found"]["forecast"]
+
+    def test_a_plan_without_a_word_on_memory_takes_little_on_a_cpu(self, plan):
+        made = bench_offload(replace(plan, host_gb=None, measures=("cells",), providers=("forecast",), rounds=1))
+        assert made["plan"]["host_gb"] == 0.5 and made["cases"] and not made["left_out"], "of one round, too"
+        with pytest.raises(InvalidInput, match="give 64, a block, or more"):
+            replace(plan, tokens=(1,))
 
     def test_what_does_not_fit_is_left_out(self, plan):
         made = bench_offload(replace(plan, batch=(1, 40), measures=("cells",), host_gb=0.001, kv_cap_gb=0.002))
@@ -189,8 +202,8 @@ class TestSteps:
         host = torch.randn(1 << 20).view(torch.int32)
         outs = {}
         for name, provider in PROVIDERS.items():
-            cell = Cell(CellPlan(512, 2, 11, RULE, 2, 1), weights, reference, dict.fromkeys(("own", "forecast"),
-                        recorded(0.5)), host.clone(), wide=True)  # fmt: skip
+            locality = dict.fromkeys((p.chooser for p in PROVIDERS.values()), recorded(0.5))
+            cell = Cell(CellPlan(512, 2, 11, RULE, 2, 1), weights, reference, locality, host.clone(), wide=True)
             torch.manual_seed(5)
             for t in (cell.pool.pooled, cell.pool.wide, cell.pool.ring, cell.pool.tail, cell.x):
                 t.normal_()

@@ -23,9 +23,12 @@ from tamis.bench.serve import (
     rows_of,
     run_policy,
     table,
+    warm_up,
+    waves_of,
     workload_of,
 )
 from tamis.bench.serve_lone import Took, compare, summary
+from tamis.bench.serve_lone import rows_of as lone_rows
 from tamis.bench.serve_words import shape_with_words, words
 from tamis.core.errors import InvalidInput, UnknownName
 
@@ -76,6 +79,31 @@ class TestRequests:
         assert words(3, 50) == words(3, 50) != words(4, 50)
 
 
+class TestWarm:
+    def test_waves_have_the_lengths_of_the_load_in_other_words(self) -> None:
+        workload, pace = workload_of(None), Pace(requests=6, rate=1.0, cut_tokens=9, output_tokens=4)
+        waves = waves_of(workload, pace, 5)
+        assert [len(wave) for wave in waves] == [1, 2, 4, 5]
+        bodies = [one["body"] for wave in waves for one in wave]
+        texts = [d["text"] for body in bodies for d in body["documents"]]
+        assert all(len(text.split()) == 9 for text in texts) and {b["max_tokens"] for b in bodies} == {4}
+        read = {d["text"] for r in requests_of(workload, pace) for d in r["body"]["documents"]}
+        assert not read & set(texts) and all(one["at_s"] < 0.01 for wave in waves for one in wave)
+        assert waves_of(workload, pace, 0) == [] and [len(w) for w in waves_of(workload, pace, 1)] == [1]
+
+    def test_no_wave_begins_after_the_limit(self) -> None:
+        keys, now = [], [0.0]
+
+        def load(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+            keys.append([r["key"] for r in requests])
+            now[0] += 4.0
+            return [_outcome(0.1) for _ in requests[1:]] + [_outcome(error="429: full")]
+
+        waves: list[list[dict[str, Any]]] = [[{"at_s": 0.0, "body": {}}] * n for n in (1, 2, 4)]
+        made = warm_up("dense", waves, load, "m", key="own", limit_s=6.0, clock=lambda: now[0])
+        assert made == {"requests": 3, "done": 1, "at_once": 4, "seconds": 8.0} and keys == [["own"], ["own"] * 2]
+
+
 class TestOutcomes:
     def test_summary(self) -> None:
         raw = [_outcome(0.5, 0.6, 0.7), _outcome(3.0, 3.1), _outcome(0.2, 0.9, new=2), _outcome(error="429: full")]
@@ -111,10 +139,15 @@ class TestOutcomes:
 
 
 def test_a_lone_user_is_compared_pair_by_pair() -> None:
-    prompts = [[1], [2], [3], [4]]
-    made = compare(lambda p: Took(1.0, p[0], 2.0), lambda p: Took(1.1, p[0] * 2, 2.0), prompts)
-    assert len(made["server"]) == 3
-    assert summary(made)["itl_s"]["ratio"] == 2.0 and summary(made)["ttft_s"]["ratio"] == pytest.approx(1.1)
+    prompts = [[1], [2], [3], [4], [5]]
+    made = compare(lambda p: Took(1.0, p[0], 2.0, 9), lambda p: Took(1.1, p[0] * 2, 2.0, 9 - (p == [3])), prompts)
+    assert len(made["server"]) == len(made["library"]) == 3, "the first pair, and one of two lengths, do not count"
+    found = summary(made)
+    assert found["itl_s"]["ratio"] == 2.0 and found["ttft_s"]["ratio"] == pytest.approx(1.1)
+    assert found["itl_s"]["ratio_p20"] <= found["itl_s"]["ratio"] <= found["itl_s"]["ratio_p80"]
+    assert {row.metric for row in lone_rows("case", made)} >= {"itl_s", "itl_over_library"}
+    with pytest.raises(InvalidInput, match="no pair"):
+        summary({"server": [], "library": []})
 
 
 def test_every_token_of_a_shape_has_a_text() -> None:
@@ -161,6 +194,22 @@ class TestLoad:
         assert not good["error"] and len(good["pieces_s"]) == 2 and good["usage"]["completion_tokens"] == 2
         assert "broke off" in broken["error"] and full["error"] == "429: full" and late["error"] == "too late"
 
+    def test_what_is_not_done_at_the_limit_is_cut(self) -> None:
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        async def ask() -> list[dict[str, Any]]:
+            server = await asyncio.start_server(silent, "127.0.0.1", 0)
+            async with server:
+                url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+                sent = [{"at_s": at, "path": "/x", "body": {}} for at in (0.0, 60.0)]
+                return await serve_load.run(url, sent, 10.0, limit_s=0.3)
+
+        begun, never = asyncio.run(ask())
+        assert begun["error"] == "cut at the limit of 0.3 s" and 0.2 < begun["end_s"] < 5
+        assert never["error"].endswith("not sent") and 0 <= 60 + never["late_s"] < 5
+
     def test_nobody_listens(self) -> None:
         (made,) = serve_load.in_process("http://127.0.0.1:9", [{"at_s": 0.0, "path": "/x", "body": {}}])
         assert "Error" in made["error"] and made["pieces_s"] == []
@@ -174,11 +223,25 @@ def test_the_whole_command(tmp_path: Path) -> None:
 
     out, plot = tmp_path / "made.json", tmp_path / "made.svg"
     asked = ["bench", "serve", "-m", "shape:tiny", "--requests", "4", "--rate", "50", "--output-tokens", "6"]
-    asked += ["--cut-tokens", "40", "--policies", "reuse,all", "--out", str(out), "--plot", str(plot)]
+    asked += [
+        "--cut-tokens",
+        "40",
+        "--warm",
+        "2",
+        "--limit-s",
+        "100",
+        "--policies",
+        "reuse,all",
+        "--out",
+        str(out),
+        "--plot",
+        str(plot),
+    ]
     ran = CliRunner().invoke(app, [*asked, "--results", str(tmp_path / "results"), "--json"])
     assert ran.exit_code == 0, ran.output
     made = json.loads(out.read_text(encoding="utf-8"))
     assert [one["done"] for one in made["policies"]] == [4, 4], made["policies"]
+    assert [one["warm"]["done"] for one in made["policies"]] == [3, 3] and made["policies"][0]["limit_s"] == 100
     assert made["policies"][0]["used"] == {"reuse": 4} and made["policies"][0]["cached_share"] > 0
     assert made["case"] == case_of("tiny", workload_of(None), Pace(4, 50.0, 40, 6))
     assert plot.stat().st_size > 1000 and (tmp_path / "results/serve.csv").is_file()

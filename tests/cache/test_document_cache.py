@@ -383,6 +383,7 @@ def test_a_closed_cache_writes_and_computes_nothing(real: tuple[DocumentCache, l
     a, b = wanted(0), wanted(1)
     cache.put([(a.key, payload(a))])
     lease = cache.get([a])
+    assert cache.persist([a.key]) == [True]
     before = sorted(str(p) for p in tmp_path.rglob("*.safetensors"))
     cache.close()
     cache.close()
@@ -392,6 +393,8 @@ def test_a_closed_cache_writes_and_computes_nothing(real: tuple[DocumentCache, l
         lambda: cache.put([(b.key, payload(b))]),
         lambda: cache.pin([a], payload),
         lambda: cache.own(3),
+        lambda: cache.drop([a.key]),
+        cache.clear,
     ):
         with pytest.raises(InvalidInput, match="was closed"):
             ask()

@@ -282,6 +282,7 @@ class TestErrors:
 
     def test_unknown_commands(self, failed: Run, tamis: Run) -> None:
         assert "No such command 'aks'" in failed("aks", code="usage")
+        assert "Did you mean 'decode'? See" in failed("bench", "decod", code="usage")
         assert tamis().code == 2 and tamis("bench").code == 2
 
     def test_a_log_level(self, failed: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,11 @@ def test_help_is_quick_and_needs_no_torch() -> None:
     assert took_s < 10  # alone: half a second
 
 
+def test_version() -> None:
+    ran = python("import sys\nfrom tamis.cli.main import main\nsys.argv = ['tamis', '--version']\nmain()")
+    assert (ran.returncode, ran.stdout) == (0, package.__version__ + "\n")
+
+
 def test_a_reader_that_goes_away_is_no_error() -> None:
     run = f"{sys.executable} -m tamis.cli.main --help | true"
     environment = {**os.environ, "PYTHONPATH": SRC}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,14 +13,18 @@ import pytest
 import torch
 
 from tamis.attention.policy import Policy
-from tamis.core.errors import Busy, Cancelled, ContextOverflow, InvalidInput
+from tamis.cache.block_layer import BlockLayer
+from tamis.core.errors import Busy, Cancelled, ContextOverflow, InvalidInput, PoolFull
+from tamis.engine import cached as forms
 from tamis.engine import products
+from tamis.engine.cached_batch import CachedBatch
 from tamis.engine.llm import LLM
 from tamis.engine.request import End, Event, Failed, Piece, Request, Usage
 from tamis.engine.sampling import Sampling
 from tamis.engine.scheduler import Limits
 from tamis.engine.service import Engine
 from tamis.prompt.segments import Prompt
+from tiny_forecast import save_forecast
 
 PAGE_BYTES = 2 * 2 * 2 * 64 * 4 * 128  # of the tiny models
 REUSE = Policy(prefill="reuse", accept_block_attention=True)
@@ -199,29 +204,113 @@ class TestTokens:
 
 
 class TestFormsOfTheirOwn:
-    """Keys and values that are not in pages: such requests go on beside batches, step by step as alone."""
+    """Keys and values that are not in pages: such requests decode in one pass too, each over its own cache."""
 
     KINDS = (
         Policy(decode="selfindex", decode_least=16, decode_budget=0.1),
         Policy(kv="selfindex", prefill="sift", min_tokens=0),
         Policy(kv="bf16"),
         Policy(decode="blocks", decode_local=1),
+        Policy(prefill="blocks", min_tokens=0),
+        Policy(decode="blocks", decode_budget=0.1, decode_least=0, decode_local=1, offload="host"),
     )
 
+    @pytest.fixture(scope="class")
+    def own(self, tokens: Callable[[int], list[int]]) -> list[Request]:
+        prompt = Prompt.of([("document", tokens(300)), ("document", tokens(170)), ("question", tokens(20))])
+        return [Request(prompt, policy, Sampling(max_new_tokens=20)) for policy in self.KINDS]
+
     def test_as_alone_among_others(
-        self, serve: Callable[..., Engine], requests: list[Request], tokens: Callable[[int], list[int]]
+        self, serve: Callable[..., Engine], requests: list[Request], own: list[Request]
     ) -> None:
         engine = serve(pages=128)
-        prompt = Prompt.of([("document", tokens(300)), ("document", tokens(170)), ("question", tokens(20))])
-        own = [Request(prompt, policy, Sampling(max_new_tokens=20)) for policy in self.KINDS]
         mixed = [one for pair in zip(own, requests, strict=False) for one in pair]
-        wanted = [alone(engine, r) for r in mixed]
+        wanted = [alone(engine, self.in_parts(r)) for r in mixed]
         ears = [Ear() for _ in mixed]
         for request, ear in zip(mixed, ears, strict=True):
             engine.submit(request, ear)
         for i, (ear, tokens_) in enumerate(zip(ears, wanted, strict=True)):
             assert ear.end().usage.new == len(tokens_)
             assert ear.tokens == tokens_, f"request {i}: {mixed[i].policy}"
+        assert [ear.end().report.chunks for ear in ears[::2]] == [5] * len(own)
+
+    def test_logits_do_not_depend_on_the_others_at_all(
+        self, serve: Callable[..., Engine], requests: list[Request], own: list[Request]
+    ) -> None:
+        engine, asked = serve(pages=128), [replace(r, top=3) for r in own]
+        lone = [Ear() for _ in asked]
+        for request, ear in zip(asked, lone, strict=True):
+            engine.submit(request, ear)
+            ear.end()
+        among = [Ear() for _ in asked]
+        for request, ear, other in zip(asked, among, requests, strict=False):
+            engine.submit(request, ear)
+            engine.submit(other, Ear())
+        for a, b in zip(lone, among, strict=True):
+            b.end()
+            assert [p.scored for p in a.pieces] == [p.scored for p in b.pieces]
+
+    def test_one_pass_for_all(
+        self, serve: Callable[..., Engine], own: list[Request], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine, rows = serve(pages=128, chunk_tokens=512), []
+        step = CachedBatch.step
+
+        def counted(self: CachedBatch, members: list[Any]) -> Any:
+            rows.append(len(members))
+            return step(self, members)
+
+        monkeypatch.setattr(CachedBatch, "step", counted)
+        ears = [Ear() for _ in own]
+        for request, ear in zip(own, ears, strict=True):
+            engine.submit(request, ear)
+        for ear in ears:
+            ear.end()
+        assert max(rows) == len(own) and sum(rows) == 19 * len(own)
+
+    def test_one_that_finds_no_room_fails_alone(
+        self, serve: Callable[..., Engine], own: list[Request], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = serve(pages=128)
+        wanted = alone(engine, self.in_parts(own[0]))
+        update = BlockLayer.update
+
+        def full(self: BlockLayer, *args: Any, **kwargs: Any) -> Any:
+            if self.get_seq_length() == 495 and self.form.host:
+                raise PoolFull("no slot is free")
+            return update(self, *args, **kwargs)
+
+        monkeypatch.setattr(BlockLayer, "update", full)
+        good, bad = Ear(), Ear()
+        engine.submit(own[0], good)
+        engine.submit(own[5], bad)
+        with pytest.raises(PoolFull, match="no slot is free"):
+            bad.end()
+        good.end()
+        assert good.tokens == wanted and 1 < len(bad.pieces) < 20
+
+    def test_a_forecast(
+        self,
+        serve: Callable[..., Engine],
+        own: list[Request],
+        requests: list[Request],
+        loaded: Callable[..., Any],
+        tmp_path: Path,
+    ) -> None:
+        few = Policy(decode="forecast", decode_budget=0.1, decode_least=0, decode_local=1)
+        asked = [replace(own[0], policy=policy) for policy in (few, replace(few, offload="host"))]
+        plain = serve(pages=128)
+        with pytest.raises(InvalidInput, match="needs a forecast and none is loaded"):
+            plain.submit(asked[0], Ear())
+        engine = serve(pages=128, choices={"forecast": save_forecast(loaded("llama"), tmp_path)})
+        mixed = [*asked, own[0], requests[0], asked[0]]
+        wanted = [alone(engine, self.in_parts(r)) for r in mixed]
+        ears = [Ear() for _ in mixed]
+        for request, ear in zip(mixed, ears, strict=True):
+            engine.submit(request, ear)
+        for ear, tokens_ in zip(ears, wanted, strict=True):
+            ear.end()
+            assert ear.tokens == tokens_
 
     def test_parked_and_resumed(self, serve: Callable[..., Engine], requests: list[Request]) -> None:
         asked = [
@@ -229,13 +318,18 @@ class TestFormsOfTheirOwn:
             for i in range(4)
         ]
         engine = serve(pages=14)
-        wanted = [alone(engine, r) for r in asked[:2]]
+        wanted = [alone(engine, self.in_parts(r)) for r in asked[:2]]
         ears = [Ear() for _ in asked]
         for request, ear in zip(asked, ears, strict=True):
             engine.submit(request, ear)
         for i, ear in enumerate(ears):
             ear.end()
             assert ear.tokens == wanted[i % 2]
+
+    def in_parts(self, request: Request) -> Request:
+        """The same for the library, in the parts that the engine makes of a prompt."""
+        own = forms.cached(request.policy, torch.float32)
+        return replace(request, policy=replace(request.policy, chunk_tokens=128)) if own else request
 
 
 class TestReuse:

@@ -260,6 +260,22 @@ class TestChoices:
         assert 0 < float(kl) < 0.05
         assert len(llm.generate(QUESTION, documents, kv="bf16", sampling=Sampling(max_new_tokens=6)).tokens) > 0
 
+    @pytest.mark.parametrize(
+        ("question", "texts", "says"),
+        [
+            (None, [], "question is None; give a text"),
+            ("Where?", "One text, and no list.", "give a list of documents"),
+            ("Where?", ["A text.", None, 3], "documents has NoneType, int; give texts, passages or hits"),
+        ],
+    )
+    def test_what_is_no_text(self, llm: LLM, question: Any, texts: Any, says: str) -> None:
+        with pytest.raises(InvalidInput, match=says):
+            llm.generate(question, texts)
+
+    def test_what_is_no_sampling(self, llm: LLM) -> None:
+        with pytest.raises(InvalidInput, match="sampling is 'greedy'; give a tamis"):
+            llm.generate("Where?", [], sampling="greedy")  # type: ignore[arg-type]
+
 
 class TestLifetime:
     def test_close_gives_the_stock_model_back(self, loaded: Any) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tamis.attention.layer_inputs import decoder_layers
 from tamis.cache.block_layer import BlockLayer
 from tamis.cache.offload import LayerBlocks
 from tamis.cache.slots import Moves, SlotMap
@@ -19,26 +18,14 @@ from tamis.cache.streams import Queues, Stream, run_all
 from tamis.core.errors import InvalidInput, ModelNotFound, PoolFull, StoreMismatch
 from tamis.engine.llm import LLM
 from tamis.engine.sampling import Sampling
-from tamis.forecast.heads import Forecast, ForecastInfo, first_weights
-from tamis.kernels.blocks import BlockRule
-from tamis.model.adapter_info import base_of
-from tamis.model.family import geometry
 from tamis.model.source import LoadedModel
 from tamis.prompt.segments import Prompt
 from tiny_chat import tiny_tokenizer
+from tiny_forecast import save_forecast
 
 Open = Callable[..., LLM]
 QUESTION = "Where is the lamp?"
 FEW = {"decode_budget": 0.1, "decode_least": 0, "decode_local": 1}
-
-
-def save_forecast(loaded: Any, folder: Path) -> Path:
-    """A forecast that begins where training would: at the layers' own mean queries."""
-    shape = geometry(loaded.model.config)
-    weight, bias = first_weights(decoder_layers(loaded.model), shape.n_kv_heads, shape.head_dim, start="query")
-    info = ForecastInfo(base_of(loaded.model, loaded.tokenizer), loaded.name, BlockRule())
-    Forecast(weight, bias, shape.n_kv_heads, info).save(folder)
-    return folder
 
 
 @pytest.fixture
@@ -281,6 +268,25 @@ class TestPrefill:
     def test_short_ones_are_dense_and_say_so(self, open_llm: Open) -> None:
         report = open_llm().prefill(drawn(256), **FEW_PREFILLED).report
         assert report.used == "dense" and "blocks are chosen above 256" in report.reason
+
+
+@pytest.mark.parametrize("decode", ["dense", "selfindex", "blocks", "forecast"])
+def test_after_it_was_closed(with_forecast: Callable[..., LLM], decode: str) -> None:
+    """Neither a new request nor the next token of one that has begun."""
+    llm = with_forecast(decode=decode)
+    begun = llm.runner.decode(llm.prefill(drawn(100)), Sampling(max_new_tokens=5), frozenset())
+    next(begun)
+    llm.close()
+    asks: tuple[Callable[[], object], ...] = (
+        lambda: llm.generate(QUESTION),
+        lambda: llm.prefill(drawn(100)),
+        lambda: llm.index([[1, 2, 3]]),
+        llm.corpus,
+        lambda: next(begun),
+    )
+    for ask in asks:
+        with pytest.raises(InvalidInput, match="this LLM was closed"):
+            ask()
 
 
 @pytest.mark.gpu

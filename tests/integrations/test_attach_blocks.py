@@ -165,5 +165,19 @@ def test_forecasts_that_are_refused(model: Any, forecast: Path, tiny_model: Call
         tamis.attach(model, forecast=forecast)
     with pytest.raises(InvalidInput, match="decode='forecast' needs a forecast"):
         tamis.attach(model, decode="forecast")
+    wrong: Any = 3
+    with pytest.raises(InvalidInput, match="forecast is 3; give the folder"):
+        tamis.attach(model, forecast=wrong, tokenizer=tiny_tokenizer())
     with tamis.attach(model, decode="blocks"):
         pass
+
+
+def test_one_text_is_no_list(model: Any) -> None:
+    with pytest.raises(InvalidInput, match="give a list of documents"):
+        tamis.attach(model, documents="One text.", tokenizer=tiny_tokenizer())
+
+
+@pytest.mark.parametrize("wrong", ["smollm2", None, torch.nn.Linear(2, 2)])
+def test_what_is_no_model(wrong: Any) -> None:
+    with pytest.raises(InvalidInput, match=f"model is a {type(wrong).__name__}; give a transformers model"):
+        tamis.attach(wrong)

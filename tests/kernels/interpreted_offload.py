@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
 from interpreted import fix_interpreter
@@ -27,6 +28,7 @@ STEPS = {
     "first tokens": (Case(tokens=(1, 17)), "raw", False),
     "fp16, group of 3": (Case(heads=6, dtype=HALF, slots=9), "own", False),
     "one KV head of 16 heads": (Case(heads=16, kv_heads=1, dim=32, tokens=(100,)), "own", False),
+    "sticking": (Case(rule=replace(SMALL, stick=0.5, recent=2), tokens=(158, 190)), "raw", False),
     "blocks of 12": (Case(rule=THIRDS, tokens=(130, 40), slots=4), "raw", False),
 }
 WANTED = {

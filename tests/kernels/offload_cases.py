@@ -82,7 +82,7 @@ def walk(
         before = steps.scores(f, pool, positions, scale=None, lag=1) if mode == "raw" else None
         steps.append(pool, k, v, positions)
         values = before if before is not None else steps.scores(q, pool, positions, scale=0.3, lag=lag)
-        steps.select(values, positions, case.rule, out)
+        steps.select(values, positions, case.rule, out, pool.last)
         wanted = out if wants is None else wants[i].to(device)
         if forget:
             pool.forget()

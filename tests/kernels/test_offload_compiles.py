@@ -10,10 +10,10 @@ from sass import disassemble
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 POINTERS = {
-    "*i32": "positions wanted held used stamp region place places order tasks count host slots",
+    "*i32": "positions last wanted held used stamp region place places order tasks count host slots",
     "*fp32": "part_top part_sum part_den part base values cos sin",
     "*bf16": "q pooled wide k v tail ring x y weight total",
-    "fp32": "scale eps",
+    "fp32": "scale eps stick",
 }
 ALIGNED = ("q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head")
 
@@ -69,7 +69,7 @@ class TestCompiled:
     def test_selection(self, many, tmp_path):
         from tamis.kernels.triton.blocks_select import select_kernel
 
-        constants = {"FIRST": 1, "LOCAL": 32, "BLOCK": 64, "K": 62, "BN": 2048, "OWN": many}
+        constants = {"FIRST": 1, "LOCAL": 32, "BLOCK": 64, "BN": 2048, "OWN": many, "STICK": not many}
         made = compiled(select_kernel, constants, warps=1 if many else 4, out="*i32")
         assert not spills(names(made, tmp_path))
 

@@ -135,8 +135,8 @@ class TestReference:
             block_steps(like, kernel="triton")
         with pytest.raises(UnknownName, match="reference"):
             block_steps(like, kernel="refrence")
-        assert copied_by(16 << 10, captured=False) == "kernel" == copied_by(64 << 10, captured=True)
-        assert copied_by(32 << 10, captured=False) == "engine"
+        assert copied_by(64 << 10, captured=False) == "kernel" == copied_by(1 << 20, captured=True)
+        assert copied_by(1 << 20, captured=False) == "engine"
 
     def test_mistakes_are_answered(self):
         rule = BlockRule(top=6, local=2)
@@ -265,6 +265,23 @@ class TestGpuMore:
         n, levels, positions, rule = TIES[name]
         at = torch.tensor(positions, device="cuda")
         assert selection_error(blocks, tied(6, n, levels).to("cuda"), at, rule) == 0
+
+    def test_sticking(self):
+        from tamis.kernels.block_pool import NEVER
+        from tamis.kernels.triton import blocks
+
+        rule, positions = BlockRule(stick=0.5, recent=2), torch.tensor([100_000, 131_070], device="cuda")
+        last = torch.full((2, 64, 2050), NEVER, dtype=torch.int32, device="cuda")
+        out = torch.empty((2, 64, 95), dtype=torch.int32, device="cuda")
+        values = torch.randn(64, 2050, device="cuda")
+        for _ in range(5):
+            values += 0.3 * torch.randn(64, 2050, device="cuda")
+            for module, i in ((blocks, 0), (reference, 1)):
+                module.select(values, positions, rule, out[i], last[i])
+            assert torch.equal(out[0], out[1]) and torch.equal(last[0], last[1])
+            plain = reference.select(values, positions, rule, torch.empty_like(out[0]))
+            positions += 1
+        assert not torch.equal(out[0], plain)
 
     def test_pieces(self):
         found = piece_errors(64, 4096, 14336, (42, 2, 128), dtype=BF16, device="cuda")

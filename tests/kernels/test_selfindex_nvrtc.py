@@ -207,17 +207,18 @@ def test_choices_of_many(count: int, every: int, library: Library) -> None:
 
 
 def test_a_sample_unlike_the_rest(library: Library) -> None:
-    """Counters that put the bar elsewhere, above it or below, do not change the choice."""
-    scene = replace(BASE, sequences=(((1500, 0, 5),),), open=(1,), count=200, heads=(4, 1))
+    """Counters that put the bar elsewhere, above it or below, do not change the choice: of so many that both ends of
+    the interval are guessed, 1 where it begins with the lowest key of all."""
+    scene = replace(BASE, sequences=(((1500, 0, 5),),), open=(1,), count=700, heads=(4, 1))
     q, arena = make(scene)
     lib = library(4)
     work = chosen(lib, q, arena, scene)
-    for wrong in (2, 120):
+    for wrong in (1, 2, 120):
         work.tally[:, :128] = 0
         work.tally[:, wrong] = 2000
         work.chosen.fill_(-1)
         launched(lib, q, arena, scene, work, "choose")
-        check_chosen(work, arena, 200)
+        check_chosen(work, arena, 700)
 
 
 @pytest.mark.parametrize("kind", ["equal", "tied"])
@@ -227,6 +228,18 @@ def test_ties(kind: str, library: Library) -> None:
     work, made = stepped(library(4), q, arena, scene)
     check_chosen(work, arena, 517)
     assert within(errors(made, expected(q, arena, scene)), BF16)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("equal", 517), ("tied", 517), ("tied", 10_000)])
+def test_no_more_are_chosen_than_asked_for_and_have_room(kind: str, count: int, library: Library) -> None:
+    scene = replace(BASE, sequences=(((1200, 0, 3),),), open=(2,), count=700, heads=(4, 1), kind=kind)
+    q, arena = make(scene)
+    work = reserved(q, arena, scene)
+    before = work.chosen.clone()
+    work.count.fill_(count)
+    launched(library(4), q, arena, scene, work, "prepare", "score", "choose")
+    check_chosen(work, arena, min(count, 700))
+    assert torch.equal(work.chosen[:, count:], before[:, count:])
 
 
 def test_the_order_in_which_programs_are_done_changes_nothing(library: Library) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from live_server import Live
 
+from tiny_forecast import save_forecast
+
 ASK: list[dict[str, str]] = [{"role": "user", "content": "Where is the lamp?"}]
 TEXTS = [
     " ".join(f"{name} {i * n} is the lamp of station {i}." for i in range(n)) for name, n in (("N", 14), ("E", 11))
@@ -159,6 +161,22 @@ class TestDocuments:
         assert again.engine.reuse.store.passes == 0
         usage = chat(again, documents=["north"]).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] > 100
+
+
+class TestForecast:
+    FEW: dict[str, Any] = {"prefill": "dense", "decode": "forecast", "decode_local": 1}  # noqa: RUF012
+
+    def test_steps_read_what_it_names(self, serve: Callable[..., Live], loaded: Any, tmp_path: Path) -> None:
+        live = serve(llm={"forecast": save_forecast(loaded, tmp_path)})
+        few = self.FEW | {"decode_budget": 0.1, "decode_least": 0}
+        made = chat(live, documents=[{"text": t} for t in TEXTS], tamis=few, max_tokens=12, temperature=0)
+        assert made.status_code == 200 and made.json()["usage"]["completion_tokens"] == 12, made.text
+        again = chat(live, documents=[{"text": t} for t in TEXTS], tamis=few, max_tokens=12, temperature=0)
+        assert again.json()["choices"][0]["message"] == made.json()["choices"][0]["message"]
+
+    def test_there_is_none(self, live: Live) -> None:
+        made = chat(live, tamis=self.FEW)
+        assert made.status_code == 400 and "none is loaded" in made.json()["error"]["message"]
 
 
 class TestRefusals:

@@ -289,8 +289,9 @@ def test_a_step_without_a_finite_gradient_changes_nothing(
     assert made.info.result["after"]["kl"] < 10 and "step 2 had no finite gradient" in caplog.text
 
 
+@pytest.mark.parametrize("steps", [6, 2])
 def test_a_run_that_gives_no_numbers_any_more_is_given_up(
-    fresh: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fresh: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     import tamis.train.block_adapter as module
 
@@ -299,6 +300,7 @@ def test_a_run_that_gives_no_numbers_any_more_is_given_up(
         return replace(found, rows=found.rows * float("nan")) if torch.is_grad_enabled() else found
 
     monkeypatch.setattr(module, "compare", poisoned)
-    with pytest.raises(Diverged, match="5 steps in a row, up to step 5"):
-        train_block_adapter(fresh, DATA, SETTINGS, tmp_path)
+    last = min(steps, 5)
+    with pytest.raises(Diverged, match=f"{last} steps in a row, up to step {last}"):
+        train_block_adapter(fresh, DATA, replace(SETTINGS, steps=steps), tmp_path)
     assert not (tmp_path / FILE).exists(), "no adapter of nothing"

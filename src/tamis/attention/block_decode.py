@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tamis.attention.block_choices import FusedChoice
+from tamis.attention.block_kernels import KernelSteps
 from tamis.attention.block_prefill import OwnChoice, PooledChoice
 from tamis.attention.block_trace import BlockTrace
 from tamis.attention.decode import State
@@ -21,11 +22,12 @@ from tamis.attention.hook import Switch
 from tamis.attention.layer_inputs import LayerInputs
 from tamis.attention.policy import Policy
 from tamis.attention.report import DecodeReport
-from tamis.cache.block_layer import BlockLayer
+from tamis.cache.block_layer import BlockLayer, read_last
 from tamis.cache.offload import LayerBlocks, Prefetcher
 from tamis.cache.streams import Queues
 from tamis.kernels.blocks import BlockRule
-from tamis.kernels.reference.blocks import block_scores
+from tamis.kernels.blocks_dispatch import why_not
+from tamis.kernels.reference.blocks import block_scores, sticking
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,15 @@ class Steps:
     prefetch  copy blocks that are known one layer ahead at once; else when their layer runs
     forget    evict everything at every step; changes no bit of the output
     measure   also count how many blocks of the layers' own choices were foreseen; costs those choices
+    group     query heads of a KV head
+    kernels   use kernels where they run; else plain PyTorch
     """
 
     prefetch: bool = True
     forget: bool = False
     measure: bool = False
+    group: int = 1
+    kernels: bool = True
 
 
 @dataclass
@@ -48,6 +54,7 @@ class BlockState(State):
 
     blocks: BlockTrace = field(default_factory=BlockTrace)
     prefetcher: Prefetcher | None = None
+    kernels: KernelSteps | None = None
     queues: Queues | None = None
 
 
@@ -94,6 +101,7 @@ class BlockDecoding:
             with ExitStack() as passing:
                 if sparse:
                     self._begin(before + 1)
+                    passing.callback(self._end)
                     passing.enter_context(switch.decoding(self))
                     if isinstance(self.choose, FusedChoice):
                         passing.enter_context(self.choose.fused.running())
@@ -108,19 +116,19 @@ class BlockDecoding:
         held = self.layers[layer]
         if not held.only_new:
             return None
-        flat = q[:, :, 0].flatten(0, 1)  # [B * Hq, D]
+        q = q[:, :, 0]
         if not (self.ahead and layer):
-            self._choose(layer, flat, scale)
+            self._choose(layer, q, scale)
             self._fetch(layer)
         if self.ahead and layer + 1 < len(self.layers):
-            self._choose(layer + 1, flat, scale)
+            self._choose(layer + 1, q, scale)
             if self.how.prefetch:
                 self._fetch(layer + 1)
         if self.ahead and layer and not self.how.prefetch:
             self._fetch(layer)
         if self.how.measure:
-            self._measure(layer, flat, scale)
-        return self._read(layer, flat, scale).view(q.shape[0], q.shape[1], 1, q.shape[3])
+            self._measure(layer, q, scale)
+        return self._read(layer, q, scale)[:, :, None]
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
         """See `attention.hook.DecodeJob`."""
@@ -137,34 +145,84 @@ class BlockDecoding:
     def _begin(self, n_tokens: int) -> None:
         first, self._n_tokens = self.layers[0], n_tokens
         self._rule = first.form.rule_at(n_tokens)
-        self._position = torch.tensor([n_tokens - 1], device=first.device)
+        # made on the device: to bring a number there would wait for it
+        self._position = torch.full((1,), n_tokens - 1, dtype=torch.int64, device=first.device)
         if self.state.queues is None:
             self.state.queues = Queues.of(first.device)
+        if self._kernels_run():
+            self.state.kernels = self.state.kernels or KernelSteps(self.layers, self.state.queues, group=self.how.group)
+            self.state.kernels.begin(n_tokens, self._rule)
+            return
         blocks = [layer.blocks for layer in self.layers]
         hosts = [b for b in blocks if isinstance(b, LayerBlocks)]
         known = self.state.prefetcher
         if hosts and (known is None or known.layers != hosts):
             self.state.prefetcher = Prefetcher(hosts, self.state.queues.compute, self.state.queues.copy)
 
-    def _choose(self, layer: int, q: torch.Tensor, scale: float) -> None:
-        """Find the blocks that `layer` reads beside its own."""
-        assert self.choose is not None, "a sparse step has someone who chooses"
-        self._wanted[layer] = self._chosen_by(self.choose, layer, q, scale)
+    def _kernels_run(self) -> bool:
+        """Whether kernels do what steps do here."""
+        keys, blocks = self.layers[0].pooled, self.layers[0].blocks
+        if not self.how.kernels or keys is None or blocks is None:
+            return False
+        if not (
+            isinstance(self.choose, FusedChoice) or (isinstance(self.choose, OwnChoice) and not self.choose.coarse)
+        ):
+            return False
+        like = blocks.tail if isinstance(blocks, LayerBlocks) else blocks.store
+        return like.dtype == keys.pooled.dtype and why_not(like, self.how.group) is None
 
-    def _chosen_by(self, choose: PooledChoice, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+    def _end(self) -> None:
+        if self.state.kernels is not None:
+            self.state.kernels.end()
+
+    def _choose(self, layer: int, q: torch.Tensor, scale: float) -> None:
+        """Find the blocks that `layer` reads beside its own: q [B, Hq, D] of the layer that runs."""
+        assert self.choose is not None, "a sparse step has someone who chooses"
+        kernels = self.state.kernels
+        if kernels is None:
+            self._wanted[layer] = self._chosen_by(self.choose, layer, q.flatten(0, 1), scale, noted=True)
+            return
+        ahead, forget = bool(self.ahead and layer), self.how.forget
+        if isinstance(self.choose, FusedChoice):
+            f = self.choose.fused.query(layer, self._position).view(q.shape[0], -1, q.shape[2])
+            kernels.choose(layer, f, scale=None, lag=int(ahead), beside=ahead, forget=forget)
+        else:
+            kernels.choose(layer, q, scale=scale, lag=0, beside=False, forget=forget)
+
+    def _chosen_by(
+        self, choose: PooledChoice, layer: int, q: torch.Tensor, scale: float, *, noted: bool = False
+    ) -> torch.Tensor:
+        """noted: as what is read, to which the rule may stick."""
         rule, own, keys = self._rule, (self._n_tokens - 1) // self._rule.block, self.layers[layer].pooled
         assert keys is not None, "the prompt's pass made them"
         scores = None
         if 0 < rule.chosen < own - rule.first - rule.local:
             cells = choose.cells(layer, q[:, None], keys, self._position, scale)
             scores = block_scores(cells, rule, own + 1)[:, 0]
-        return step_blocks(scores, own, rule, keys.pooled)
+        if not (noted and rule.stick):
+            return step_blocks(scores, own, rule, keys.pooled)
+        last, position = read_last(self.layers[layer], own + 1), self._n_tokens - 1
+        if scores is not None:
+            block = torch.arange(own + 1, device=scores.device)
+            free = (block >= rule.first) & (block < own - rule.local) & (scores > -torch.inf)
+            scores = sticking(scores, free, last[:, : own + 1] >= position - rule.recent, rule.stick)
+        wanted = step_blocks(scores, own, rule, keys.pooled)
+        last.scatter_(1, wanted, position)
+        return wanted
 
     def _fetch(self, layer: int) -> None:
-        if self.state.prefetcher is not None:
+        if self.state.kernels is not None:
+            self.state.kernels.fetch(layer)
+        elif self.state.prefetcher is not None:
             self.state.prefetcher.want(layer, self._wanted[layer], forget=self.how.forget)
 
     def _read(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        """The layer's attention: q [B, Hq, D] → the same shape."""
+        if self.state.kernels is not None:
+            return self.state.kernels.attend(layer, q, scale=scale)
+        return self._read_plain(layer, q.flatten(0, 1), scale).view(q.shape)
+
+    def _read_plain(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
         blocks = self.layers[layer].blocks
         if self.state.prefetcher is None:
             assert blocks is not None and not isinstance(blocks, LayerBlocks), "it is on the device"
@@ -179,9 +237,13 @@ class BlockDecoding:
         rule, own = self._rule, (self._n_tokens - 1) // self._rule.block
         if not self.ahead or not 0 < rule.chosen < own - rule.first - rule.local:
             return
-        best = self._chosen_by(OwnChoice(rule), layer, q, scale)[:, -rule.chosen :]
-        found = self._wanted[layer][:, -rule.chosen :]
-        self.blocks.recalls.append((best[:, :, None] == found[:, None]).any(-1).float().mean())
+        if self.state.kernels is not None:
+            best, found = self.state.kernels.own_choice(layer, q, scale=scale), self.state.kernels.wanted(layer)
+        else:
+            best, found = self._chosen_by(OwnChoice(rule), layer, q.flatten(0, 1), scale), self._wanted[layer]
+        free = (best >= rule.first) & (best < own - rule.local)
+        named = (best[:, :, None] == found[:, None]).any(-1) & free
+        self.blocks.recalls.append(named.sum() / free.sum())
 
     def _note(self, *, step: bool, sparse: bool) -> None:
         """Count a pass. All layers hold and read as many tokens, so the first one speaks for them."""
@@ -198,12 +260,12 @@ class BlockDecoding:
         if not step:
             return
         trace.steps += 1
-        trace.kernel = "blocks" if sparse else "sdpa"
+        trace.kernel = ("blocks" if self.state.kernels is None else "triton") if sparse else "sdpa"
         if not sparse:
             trace.attended += 1
             return
         block = self._rule.block
-        width, in_own = self._wanted[0].shape[1], (n - 1) % block + 1
+        width, in_own = first.form.width(n), (n - 1) % block + 1
         trace.sparse_steps += 1
         trace.sparse = self.policy.decode
         trace.attended += (width * block + in_own) / n

@@ -65,7 +65,12 @@ class Caching:
         """What reads a cache, whatever form it has."""
         if form_of(cache) != "blocks":
             return Decoding(self._model, cache, policy, state)
-        how = Steps(prefetch=policy.prefetch, measure=self._measure if measure is None else measure)
+        shape = geometry(self._model.config)
+        how = Steps(
+            prefetch=policy.prefetch,
+            measure=self._measure if measure is None else measure,
+            group=shape.n_heads // shape.n_kv_heads,
+        )
         form: BlockForm = cache.layers[0].form
         choose = self._choice(policy, form.rule) if form.sparse else None
         return BlockDecoding(cache, choose, policy=policy, state=state, how=how)

@@ -47,8 +47,9 @@ class FusedForecast:
         self._undo: list[Callable[[], None]] = []
         self.n_fused = 0
         try:
-            for number, layer in enumerate(layers):
-                self._put(number, layer.self_attn)
+            with torch.inference_mode(False):
+                for number, layer in enumerate(layers):
+                    self._put(number, layer.self_attn)
         except BaseException:
             self.close()
             raise
@@ -75,8 +76,9 @@ class FusedForecast:
 
     def close(self) -> None:
         """Take it out of the model. Closing twice is harmless."""
-        while self._undo:
-            self._undo.pop()()
+        with torch.inference_mode(False):  # or the model could not be trained afterwards
+            while self._undo:
+                self._undo.pop()()
 
     def _put(self, number: int, attention: Any) -> None:
         weight, bias = self.forecast.rows(number)

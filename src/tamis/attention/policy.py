@@ -153,6 +153,8 @@ class Policy:
         for name in changes:
             if name not in names:
                 raise InvalidInput(unknown("option", name, names))
+        if policy is not None and not isinstance(policy, cls):
+            raise InvalidInput(f"policy is {policy!r}; give a tamis.Policy, or its fields by name: prefill='sift'.")
         return replace(policy or cls(), **changes)
 
     @property

@@ -6,10 +6,11 @@ tokens that follow each other in a real text are kept as shares, and a replay ma
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,12 @@ import torch
 from tamis.cache.slots import SlotMap
 from tamis.core.errors import InvalidInput, NothingFound
 from tamis.forecast.recall import recall
+from tamis.kernels.block_pool import NEVER
 from tamis.kernels.blocks import BlockRule
-from tamis.kernels.reference.blocks import block_numbers, forced_blocks
+from tamis.kernels.reference.blocks import block_numbers, block_scores, forced_blocks, select_blocks, sticking
 
 if TYPE_CHECKING:  # replaying needs no model
-    from tamis.attention.block_prefill import Chooser
+    from tamis.attention.block_prefill import Chooser, PooledChoice
     from tamis.forecast.heads import Forecast
     from tamis.model.source import LoadedModel
 
@@ -30,11 +32,13 @@ SLOTS = (1.0, 1.5, 2.0, 3.0)  # of a pool, for each block that a token reads
 POINTS = 21  # of a distribution, evenly spaced
 DISTINCT = 2048  # walks of rows that are drawn; more rows share them
 WARM = 16  # steps before misses are counted
+STICK = "-stick"  # behind the name of what sticks
 
 
 @dataclass(frozen=True)
 class Locality:
-    """Choices of one provider ("own" or "forecast") at `steps` tokens in a row of one text.
+    """Choices of one provider at `steps` tokens in a row of one text: "own" or "forecast", and either with "-stick"
+    behind it by a rule that sticks (`BlockRule.stick`).
 
     kept    quantiles, evenly spaced, of the share of the blocks chosen by score that the step before chose too; one
             value for each layer, KV head and step
@@ -89,10 +93,40 @@ class _Choices:
         return dense(q, k, v, scale), None
 
 
+@dataclass(frozen=True)
+class _Sticking:
+    """Chooses as `inner` does by a rule that sticks, one token after the other."""
+
+    inner: PooledChoice
+    rule: BlockRule
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        from tamis.cache.pooled import Pooled
+
+        rule, n_blocks, heads = self.rule, self.rule.n_blocks(keys.shape[1]), len(keys)
+        cells = self.inner.cells(layer, q, Pooled.of(keys, rule), positions, scale)
+        scores, block = block_scores(cells, rule, n_blocks), torch.arange(n_blocks, device=keys.device)
+        last = torch.full((heads, n_blocks), NEVER, dtype=torch.int64, device=keys.device)
+        made = []
+        for i, at in enumerate(positions.tolist()):
+            free = (block >= rule.first) & (block < at // rule.block - rule.local)
+            values = sticking(scores[:, i], free.expand(heads, -1), last >= at - rule.recent, rule.stick)
+            chosen = select_blocks(values[:, None], positions[i : i + 1], rule)[:, 0]
+            last = last.masked_fill(chosen, at)
+            made.append(chosen)
+        return torch.stack(made, 1)
+
+
 def record(
-    loaded: LoadedModel, tokens: list[int], rule: BlockRule, steps: int, *, data: str, forecast: Forecast | None = None
-) -> list[Locality]:
-    """Run a text once with full attention and look at its last `steps` tokens. Raises InvalidInput for a short one."""
+    loaded: LoadedModel, tokens: list[int], rule: BlockRule, steps: int, *, data: str, forecast: Forecast | None = None,
+    stick: float = 0.0,
+) -> list[Locality]:  # fmt: skip
+    """Run a text once with full attention and look at its last `steps` tokens. Raises InvalidInput for a short one.
+
+    stick: look also at what a rule that sticks so much would have had them read.
+    """
     from tamis.attention.block_choices import ForecastChoice
     from tamis.attention.block_prefill import OwnChoice
     from tamis.attention.hook import install
@@ -109,9 +143,13 @@ def record(
     positions = torch.arange(first, len(tokens), device=loaded.device)
     try:
         with watching(loaded.model, residual=False) as seen, torch.inference_mode():
-            choosers: dict[str, Chooser] = {"own": OwnChoice(rule)}
+            plain: dict[str, PooledChoice] = {"own": OwnChoice(rule)}
             if forecast is not None:
-                choosers["forecast"] = ForecastChoice(rule, forecast, seen, Rotary.of(loaded.model))
+                plain["forecast"] = ForecastChoice(rule, forecast, seen, Rotary.of(loaded.model))
+            choosers: dict[str, Chooser] = dict(plain)
+            if stick:
+                sticky = replace(rule, stick=stick)
+                choosers |= {f"{name}{STICK}": _Sticking(choice, sticky) for name, choice in plain.items()}
             job = _Choices(choosers, positions)
             with switch.running(job, len(tokens)):
                 loaded.model(torch.tensor([tokens], device=loaded.device), use_cache=False, logits_to_keep=1)
@@ -124,7 +162,8 @@ def record(
         kept, misses = _kept(choices, at, rule), {f"{n:g}": _misses(choices, at, rule, n) for n in SLOTS}
         right = [recall(a, b, at, rule).mean() for a, b in zip(choices[1:], own[1:], strict=True)]
         share = float(torch.stack(right).mean())
-        made.append(Locality(loaded.name, data, name, len(tokens), steps, rule, kept, misses, share))
+        by = replace(rule, stick=stick) if name.endswith(STICK) else rule
+        made.append(Locality(loaded.name, data, name, len(tokens), steps, by, kept, misses, share))
     return made
 
 
@@ -176,12 +215,13 @@ def load(path: str, provider: str = "own") -> Locality:
 
 
 def load_all(path: str) -> dict[str, Locality]:
-    """By what chooses, "own" and "forecast": the latter as the former where a file has no forecast."""
-    own = load(path)
-    try:
-        return {"own": own, "forecast": load(path, "forecast")}
-    except NothingFound:
-        return {"own": own, "forecast": own}
+    """By what chooses, "own" and "forecast": the latter as the former where a file has no forecast. With "-stick"
+    behind them where the file has that."""
+    found = {"own": load(path)}
+    for name in ("forecast", f"own{STICK}", f"forecast{STICK}"):
+        with contextlib.suppress(NothingFound):
+            found[name] = load(path, name)
+    return {"forecast": found["own"]} | found
 
 
 def replay(

@@ -36,6 +36,7 @@ from tamis.kernels.blocks import BlockRule
 from tamis.kernels.blocks_dispatch import block_steps
 
 MEASURES = ("copy", "resident", "cells", "dense-offload", "selection")
+HOST_GB = {"cuda": 16.0, "cpu": 0.5}  # a CPU shows only that it runs, and has the caches in the same memory
 CARD, MARGIN = 80e9, 4e9  # bytes of the card whose room for keys and values is the cap, and of what else it holds
 RULES = {"tiny": BlockRule(top=6, first=1, local=2, block=16, window=8, stride=4, dense_tokens=0)}
 
@@ -53,12 +54,12 @@ class OffloadPlan:
     slots: Sequence[float] = (2.0,)
     providers: Sequence[str] = tuple(p for p in PROVIDERS if p != "sparse-resident")
     measures: Sequence[str] = MEASURES
-    locality: str = "results/locality/smollm2.json"
+    locality: str = "results/locality/smollm2-stick.json"
     layers: int | None = None
     rounds: int = 20
     programs: int = 8
     warps: int = 8
-    host_gb: float = 16.0
+    host_gb: float | None = None
     kv_cap_gb: float | None = None
     timeline: str | None = None
     check_only: bool = False
@@ -73,24 +74,28 @@ class OffloadPlan:
         if (
             min(*self.batch, *self.tokens, self.rounds, self.programs, self.warps) < 1
             or min(self.slots) < 1
-            or self.host_gb <= 0
+            or (self.host_gb is not None and self.host_gb <= 0)
         ):
             raise InvalidInput(
                 f"batch {list(self.batch)}, tokens {list(self.tokens)}, slots {list(self.slots)}, "
                 f"host-gb {self.host_gb}; numbers are 1 or more, bytes more than 0."
             )
+        if min(self.tokens) < BlockRule.block:
+            raise InvalidInput(f"tokens are {list(self.tokens)}; give {BlockRule.block}, a block, or more.")
 
 
 class _Bench:
     """One run: what all cases share, and what was left out for which reason."""
 
     def __init__(self, plan: OffloadPlan, note: Note, keep: Keep) -> None:
-        self.plan, self.note, self._keep = plan, note, keep
+        self.note, self._keep = note, keep
         self.shape, self.device = shape_of(plan.shape), device_of(plan.device)
         if self.shape.experts:
             raise InvalidInput(f"{plan.shape} has experts; whole steps are timed on shapes without.")
         self.rule = RULES.get(plan.shape, BlockRule())
         self.cuda = self.device.type == "cuda"
+        self.host_gb = plan.host_gb or HOST_GB["cuda" if self.cuda else "cpu"]
+        self.plan = replace(plan, host_gb=self.host_gb)
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         self.cases: list[Case] = []
         self.left_out: dict[str, str] = {}
@@ -102,7 +107,7 @@ class _Bench:
     @functools.cached_property
     def host(self) -> torch.Tensor:
         """Flat int32 host memory, of random numbers of the dtype."""
-        n = int(self.plan.host_gb * 1e9) // 4 // 4096 * 4096
+        n = int(self.host_gb * 1e9) // 4 // 4096 * 4096
         flat = torch.empty(n, dtype=torch.int32, pin_memory=self.cuda)
         part = torch.randn(min(n, 1 << 24) * 4 // self.dtype.itemsize, device=self.device).to(self.dtype)
         words = part.view(torch.int32)
@@ -123,7 +128,7 @@ class _Bench:
         if self.plan.kv_cap_gb is not None:
             return self.plan.kv_cap_gb * 1e9
         if not self.cuda:
-            return self.plan.host_gb * 1e9
+            return self.host_gb * 1e9
         return CARD - MARGIN - self.weights.nbytes * self.shape.layers / self.layers
 
     def tried(self, name: str, measure: Callable[[Case], None]) -> None:
@@ -187,8 +192,8 @@ class _Bench:
         room = PoolRoom(self.layers, batch, self.shape.kv_heads, self.shape.head_dim, plan.n_blocks, plan.slots,
                         self.rule)  # fmt: skip
         words = [self.plan.shape, str(tokens), f"b{batch}", f"{slots:g}x", Path(self.plan.locality).stem]
-        if room.host_bytes(self.dtype.itemsize) > self.plan.host_gb * 1e9:
-            words.append(f"host-{self.plan.host_gb:g}gb")
+        if room.host_bytes(self.dtype.itemsize) > self.host_gb * 1e9:
+            words.append(f"host-{self.host_gb:g}gb")
         if (self.plan.programs, self.plan.warps) != (8, 8):
             words.append(f"{self.plan.programs}x{self.plan.warps}-warps")
         if self.layers < self.shape.layers:
@@ -209,7 +214,7 @@ class _Bench:
             f"device memory of the cache {needed / 1e9:.1f} GB",
         ]
         if cell.shared > 1:
-            case.notes.append(f"host memory of {self.plan.host_gb:g} GB: {cell.shared:.1f} rows share a region")
+            case.notes.append(f"host memory of {self.host_gb:g} GB: {cell.shared:.1f} rows share a region")
         if self.layers < self.shape.layers:
             case.notes.append(f"{self.layers} of {self.shape.layers} layers, times are scaled")
         found: dict[str, Timed] = {}
@@ -300,7 +305,7 @@ def bench_offload(plan: OffloadPlan, note: Note = lambda _: None, keep: Keep = l
             raise TamisError(f"no case could be timed on {bench.device}: {bench.left_out}.")
     return {
         "device": str(bench.device), "errors": errors, "cases": [c.to_dict() for c in bench.cases],
-        "left_out": bench.left_out, "plan": asdict(plan),
+        "left_out": bench.left_out, "plan": asdict(bench.plan),
     }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from tamis.bench.locality import Locality, replay
 from tamis.bench.offload_step import PROVIDERS, Provider, Step, Timeline, Weights, graphed
+from tamis.core.errors import NothingFound
 from tamis.kernels.block_pool import BlockPool, PoolRoom
 from tamis.kernels.blocks import BlockRule
 
@@ -97,18 +98,24 @@ class Cell:
                                device=self.device)  # fmt: skip
                 made[id(one)] = lists.view(len(lists), weights.layers, self.room.rows, self.room.width)
         self.lists = {name: made[id(one)] for name, one in locality.items()}
+        self.rules = {name: replace(plan.rule, stick=one.rule.stick, recent=one.rule.recent)
+                      for name, one in locality.items()}  # fmt: skip
         self.x = torch.randn(plan.batch, shape.hidden, device=self.device).to(dtype)
 
     def step(self, provider: Provider, **more: Any) -> Step:
         """A step from the beginning of the lists."""
         positions = torch.full((self.plan.batch,), self.plan.positions[0], dtype=torch.int32, device=self.device)
         first = self.lists_of(provider)[0].clone()
-        return Step(self.weights, self.pool, self.ops, provider, first, positions, self.x,
-                    programs=self.plan.programs, warps=self.plan.warps, **more)  # fmt: skip
+        return Step(
+            self.weights, self.pool, self.ops, provider, first, positions, self.x, programs=self.plan.programs,
+            warps=self.plan.warps, rule=self.rules[provider.chooser], **more,
+        )  # fmt: skip
 
     def lists_of(self, provider: Provider) -> torch.Tensor:
         """What a provider chooses, by the recording of what chooses as it does."""
-        return self.lists["forecast" if provider.ahead == "forecast" else "own"]
+        if provider.chooser not in self.lists:
+            raise NothingFound(f"the locality has nothing of {provider.chooser!r}; record it again.")
+        return self.lists[provider.chooser]
 
     def run(self, name: str, *, resident: list[torch.Tensor] | None = None) -> Timed:
         """Time a provider's steps, all of the lists in order."""
@@ -148,7 +155,7 @@ class Cell:
     def _again(self, step: Step, replayed: Callable[[], Any]) -> list[float]:
         """Seconds of steps that want what the step before wanted: nothing is copied."""
         step.positions.fill_(self.plan.positions[-1])
-        timers = [self._time(replayed) for _ in range(4 + self.plan.rounds // 2)]
+        timers = [self._time(replayed) for _ in range(4 + max(1, self.plan.rounds // 2))]
         return [timer() for timer in timers][4:]
 
     def _copies(self, step: Step) -> float:

@@ -18,8 +18,10 @@ import torch
 from torch.nn.functional import linear
 
 from tamis.bench.fuse import add_norm, rms_norm, swiglu
+from tamis.bench.locality import STICK
 from tamis.bench.shapes import Shape
-from tamis.kernels.block_pool import BlockPool
+from tamis.kernels.block_pool import NEVER, BlockPool
+from tamis.kernels.blocks import BlockRule
 
 EPS = 1e-5
 
@@ -30,12 +32,19 @@ class Provider:
               the layer itself when its query is there
     prefetch  copies begin as soon as the choice is there, beside the layer before; else when the layer needs them
     resident  all blocks lie on the device: nothing is copied
+    stick     the rule sticks to what was read of late (`BlockRule.stick`)
     """
 
     name: str
     ahead: str = ""
     prefetch: bool = False
     resident: bool = False
+    stick: bool = False
+
+    @property
+    def chooser(self) -> str:
+        """The name of a recording of what chooses as this does (`bench.locality`)."""
+        return ("forecast" if self.ahead == "forecast" else "own") + STICK * self.stick
 
 
 PROVIDERS = {
@@ -46,6 +55,8 @@ PROVIDERS = {
         Provider("infinigen", "infinigen", True),
         Provider("forecast-no-prefetch", "forecast"),
         Provider("forecast", "forecast", True),
+        Provider("sparse-offload-stick", stick=True),
+        Provider("forecast-stick", "forecast", True, stick=True),
     )
 }
 
@@ -154,11 +165,17 @@ class Step:
     beside: bool = True  # choices made ahead have a stream of their own
     programs: int = 8
     warps: int = 8
+    rule: BlockRule | None = None  # of choosing; None: the pool's
 
     def __post_init__(self) -> None:
         self._arrived: dict[int, Any] = {}
+        self._read_beside: dict[int, Any] = {}
         room = self.pool.room
         self._chosen = torch.empty((room.rows, room.width), dtype=torch.int32, device=self.x.device)
+        self._rule, self._last = self.rule or room.rule, None
+        if self._rule.stick:
+            size = (room.layers, room.rows, room.n_blocks)
+            self._last = torch.full(size, NEVER, dtype=torch.int32, device=self.x.device)
         self._copying: Any = None
         self._choosing: Any = None
         if self.x.device.type == "cuda":
@@ -177,8 +194,9 @@ class Step:
             self._mark(i, 0)
             v, q, k, *ahead = w.heads(y, i, forecast=provider.ahead == "forecast")
             self.ops.append(layer, k, v, self.positions)
-            with self._on(self._choosing):
-                self._choices(i, y, q, ahead, scale)
+            if i == 0 or i + 1 < len(layers) or not provider.ahead:  # else nothing is left to choose
+                with self._on(self._choosing):
+                    self._choices(i, y, q, ahead, scale)
             self._need(i)
             self._mark(i, 1)
             slots = self.resident[i] if provider.resident else layer.slots
@@ -186,6 +204,7 @@ class Step:
             x, y = w.behind(x, self.ops.attend(q, slots, places, layer.tail, self.positions, scale=scale), i)
         logits = linear(y, w.head)
         self.positions.add_(1)
+        self._read_beside.clear()
         return logits
 
     def copies(self, *, fetch: bool) -> None:
@@ -199,6 +218,8 @@ class Step:
     def _choices(self, i: int, y: torch.Tensor, q: torch.Tensor, ahead: list[torch.Tensor], scale: float) -> None:
         """What is chosen while layer i runs: by itself, or for the next one. y: its input; ahead: the forecast."""
         w, named = self.weights, self.provider.ahead
+        if self._choosing is not None:  # their memory must not be given away before the other stream has read it
+            self._read_beside[i + 1] = (y, q, ahead)
         if i == 0 or not named:
             first = named == "forecast"
             self._choose(i, w.now(y) if first else q, None if first else scale, lag=0)
@@ -210,7 +231,8 @@ class Step:
         """Score, select, and place; begin the copies where they are made ahead."""
         layer = self.pool.layers[i]
         values = self.ops.scores(q, layer, self.positions, scale=scale, lag=lag)
-        self.ops.select(values, self.positions, layer.rule, self._chosen)
+        last = None if self._last is None else self._last[i]
+        self.ops.select(values, self.positions, self._rule, self._chosen, last)
         if self.provider.resident:
             if self._choosing is not None:
                 self._arrived[i] = self._choosing.record_event()
@@ -228,6 +250,7 @@ class Step:
         """The current stream goes on when layer i's blocks are there."""
         if i in self._arrived:
             torch.cuda.current_stream().wait_event(self._arrived.pop(i))
+        self._read_beside.pop(i, None)
         if not self.provider.resident and not self.provider.prefetch:
             self._fetch(i)
 

@@ -6,6 +6,7 @@ when they arrive in the workload, whether or not earlier ones are done.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 MIXED = ("dense", "sift", "reuse", "selfindex")  # in turn, under "all"
 PERCENTILES = (50, 90, 99)
+OTHER_WORDS = 1 << 40  # added to seeds of texts: beyond those of any workload
+NO_TEXT = "no text: the model ended at once"
+WAVE_S = 1e-3  # between the requests of a wave
 Load = Callable[[Sequence[Mapping[str, Any]]], list[dict[str, Any]]]  # `serve_load.run` somewhere else
 
 
@@ -75,13 +79,55 @@ def workload_of(source: str | None, *, speed: float = 1.0) -> Workload:
 def requests_of(workload: Workload, pace: Pace) -> list[dict[str, Any]]:
     """What is sent: `at_s`, `path` and `body` of each, without model, policy or key."""
     chance, at, made = np.random.default_rng(pace.seed), 0.0, []
-    chosen = list(islice(workload.requests(pace.seed), pace.requests))
+    chosen = _chosen(workload, pace)
     if pace.rate is None and len(chosen) > 1 and chosen[-1].arrival_s == chosen[0].arrival_s:
         raise InvalidInput(f"the {len(chosen)} requests of {workload.name} arrive all at once; give a rate.")
     for request in chosen:
         at = request.arrival_s if pace.rate is None else at + float(chance.exponential(1 / pace.rate))
         made.append({"at_s": at, "path": "/v1/chat/completions", "body": _body(request, pace)})
     return made
+
+
+def waves_of(workload: Workload, pace: Pace, most: int) -> list[list[dict[str, Any]]]:
+    """What is sent before anything is measured, wave by wave: 1, 2, 4, … and at last `most` requests at once.
+
+    Each wave has the lengths of the workload from the longest to the shortest prompt, in words of its own, so that
+    nothing that the load reads is stored before it begins. 0: none.
+    """
+    lengths = sorted(_chosen(workload, pace), key=lambda r: -sum(p.n_tokens for p in r.pieces))
+    sizes = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most] if most else []
+    waves, seed = [], OTHER_WORDS
+    for size in sizes:
+        picked = [lengths[i * len(lengths) // size] for i in range(size)]
+        bodies = []
+        for request in picked:
+            bodies.append(_body(request, pace, other=seed))
+            seed += OTHER_WORDS
+        waves.append(
+            [{"at_s": i * WAVE_S, "path": "/v1/chat/completions", "body": body} for i, body in enumerate(bodies)]
+        )
+    return waves
+
+
+def warm_up(
+    name: str,
+    waves: Sequence[Sequence[Mapping[str, Any]]],
+    load: Load,
+    model: str,
+    *,
+    key: str = "",
+    limit_s: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
+    """Have a server build, record and lay out what a policy needs. How many requests were sent, of these answered, at
+    most at once, and the seconds it took; no wave begins after `limit_s`. Raises InvalidInput, OSError."""
+    begin, sent, done = clock(), 0, 0
+    for wave in waves:
+        if limit_s is not None and clock() - begin >= limit_s:
+            break
+        found = run_policy(name, wave, load, model, key=key)
+        sent, done = sent + len(wave), done + len(found.done)
+    return {"requests": sent, "done": done, "at_once": max(map(len, waves), default=0), "seconds": clock() - begin}
 
 
 def run_policy(name: str, requests: Sequence[Mapping[str, Any]], load: Load, model: str, *, key: str = "") -> Outcomes:
@@ -133,7 +179,7 @@ class Outcomes:
             "policy": self.policy,
             "requests": len(self.raw),
             "done": len(self.done),
-            "failures": dict(Counter(one["error"] or "no text" for one in self.raw if not _answered(one))),
+            "failures": dict(Counter(one["error"] or NO_TEXT for one in self.raw if not _answered(one))),
             "span_s": span,
             "late_s": max((one["late_s"] for one in self.raw), default=0.0),
             **{name: percentiles(values) for name, values in self.values().items()},
@@ -207,10 +253,16 @@ def _mean_gap(one: Mapping[str, Any]) -> float:
     return (pieces[-1] - pieces[0]) / max(1, int(new) - 1)
 
 
-def _body(request: Request, pace: Pace) -> dict[str, Any]:
+def _chosen(workload: Workload, pace: Pace) -> list[Request]:
+    return list(islice(workload.requests(pace.seed), pace.requests))
+
+
+def _body(request: Request, pace: Pace, *, other: int = 0) -> dict[str, Any]:
+    """other: added to the seeds of all texts."""
+
     def text(pieces: Sequence[Piece]) -> str:
         cut = (min(p.n_tokens, pace.cut_tokens or p.n_tokens) for p in pieces)
-        return " ".join(words(p.first, n) for p, n in zip(pieces, cut, strict=True))
+        return " ".join(words(p.first + other, n) for p, n in zip(pieces, cut, strict=True))
 
     messages = [{"role": "system", "content": text(request.prefix)}] if request.prefix else []
     messages.append({"role": "user", "content": text(request.own)})

@@ -18,9 +18,11 @@ START_S = 0.2  # until the first request, for all to be made ready
 DONE = b"[DONE]"
 
 
-def in_process(url: str, requests: Sequence[Mapping[str, Any]], *, timeout_s: float = 600.0) -> list[dict[str, Any]]:
+def in_process(
+    url: str, requests: Sequence[Mapping[str, Any]], *, timeout_s: float = 600.0, limit_s: float | None = None
+) -> list[dict[str, Any]]:
     """`run` in a second process. Raises OSError if that fails as a whole."""
-    given = json.dumps({"url": url, "requests": list(requests), "timeout_s": timeout_s})
+    given = json.dumps({"url": url, "requests": list(requests), "timeout_s": timeout_s, "limit_s": limit_s})
     made = subprocess.run(
         [sys.executable, "-m", "tamis.bench.serve_load"], input=given, capture_output=True, text=True, check=False
     )
@@ -30,26 +32,35 @@ def in_process(url: str, requests: Sequence[Mapping[str, Any]], *, timeout_s: fl
     return found
 
 
-async def run(url: str, requests: Sequence[Mapping[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
+async def run(
+    url: str, requests: Sequence[Mapping[str, Any]], timeout_s: float, limit_s: float | None = None
+) -> list[dict[str, Any]]:
     """Send each request to `url` (http://HOST:PORT) when its `at_s` has come; what came back, in the same order.
+
+    limit_s: of the load as a whole, from the time 0; what is not done by then is cut, or not sent at all (its `late_s`
+    is then below 0, so that it ends at the limit).
 
     A request has `at_s`, `path`, `body` (streamed) and perhaps `key`. An outcome has `late_s` (it was sent so much
     later than it should), seconds from being sent to each piece of text (`pieces_s`) and to the end (`end_s`),
-    `status`, `error` (or ""), `usage` and `tamis` as the server gave them.
+    `status`, `error` (or ""), `usage` and `tamis` as the server gave them, `stopped` (it ended by itself).
     """
     host, _, port = url.removeprefix("http://").partition(":")
     start = time.perf_counter() + START_S
 
     async def one(request: Mapping[str, Any]) -> dict[str, Any]:
-        await asyncio.sleep(max(0.0, start + request["at_s"] - time.perf_counter()))
-        out: dict[str, Any] = {"status": 0, "error": "", "pieces_s": [], "usage": None, "tamis": None}
+        due, last = start + request["at_s"], float("inf") if limit_s is None else start + limit_s
+        await asyncio.sleep(max(0.0, min(due, last) - time.perf_counter()))
+        out: dict[str, Any] = {"status": 0, "error": "", "pieces_s": [], "usage": None, "tamis": None, "stopped": False}
         sent = time.perf_counter()
-        out["late_s"] = sent - start - request["at_s"]
+        out["late_s"] = sent - due
+        cut = f"cut at the limit of {limit_s} s"
+        if sent >= last:
+            return out | {"error": f"{cut}, not sent", "end_s": 0.0}
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(min(timeout_s, last - sent)):
                 await _ask(host, int(port or 80), request, out, sent)
         except TimeoutError:
-            out["error"] = f"no end after {timeout_s:g} s"
+            out["error"] = cut if time.perf_counter() >= last else f"no end after {timeout_s:g} s"
         except (OSError, ValueError, asyncio.IncompleteReadError) as e:
             out["error"] = f"{type(e).__name__}: {e}"
         out["end_s"] = time.perf_counter() - sent
@@ -99,6 +110,7 @@ async def _events(parts: AsyncIterator[bytes], out: dict[str, Any], sent: float)
                 out["error"] = str(made["error"].get("message", made["error"]))[:300]
                 continue
             out["usage"], out["tamis"] = made.get("usage") or out["usage"], made.get("tamis") or out["tamis"]
+            out["stopped"] |= any(c.get("finish_reason") == "stop" for c in made.get("choices", ()))
             if any(c.get("text") or c.get("delta", {}).get("content") for c in made.get("choices", ())):
                 out["pieces_s"].append(now)
     if not ended and not out["error"]:
@@ -126,7 +138,7 @@ def _message(body: bytes) -> str:
 
 def _main() -> None:
     given = json.load(sys.stdin)
-    made = asyncio.run(run(given["url"], given["requests"], given["timeout_s"]))
+    made = asyncio.run(run(given["url"], given["requests"], given["timeout_s"], given["limit_s"]))
     json.dump(made, sys.stdout)
 
 

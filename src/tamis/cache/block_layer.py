@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from tamis.cache.block_view import KernelView, Shared
 from tamis.cache.offload import LayerBlocks, PoolShape
 from tamis.cache.pooled import Pooled
 from tamis.cache.resident import ResidentBlocks
 from tamis.cache.selfindex.keep import Budget
 from tamis.core.errors import InvalidInput, PoolFull
+from tamis.kernels.block_pool import NEVER
 from tamis.kernels.blocks import BlockRule
 
 ROOM = 256  # tokens behind a prompt for which memory is taken where nothing is said
@@ -74,6 +76,8 @@ class BlockLayer(CacheLayerMixin):
         self.only_new = False
         self.blocks: LayerBlocks | ResidentBlocks | None = None
         self.pooled: Pooled | None = None
+        self.view: KernelView | None = None
+        self.last: torch.Tensor | None = None  # which token read a block last, where the rule sticks
         self.batch = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -95,7 +99,11 @@ class BlockLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append key_states and value_states [B, Hkv, n, D]; returns all keys and values, or the new ones."""
+        if self.view is not None and self.only_new:
+            self.view.append(key_states[:, :, 0], value_states[:, :, 0])
+            return key_states, value_states
         with _plain():
+            self._close_view()
             k, v = key_states.detach().flatten(0, 1), value_states.detach().flatten(0, 1)
             if self.blocks is None:
                 self.lazy_initialization(key_states, value_states)
@@ -115,6 +123,17 @@ class BlockLayer(CacheLayerMixin):
             k, v = (torch.unflatten(t, 0, (self.batch, -1)).to(key_states.dtype) for t in (keys, values))
             return k, v
 
+    def ready(self, n_tokens: int, shared: Shared, count: torch.Tensor) -> KernelView:
+        """What kernels see of the layer, ready for the step over so many tokens; see `KernelView`. Waits for the
+        device where memory grows. New tokens of steps go through it until a prompt's come."""
+        assert self.blocks is not None and self.pooled is not None, "a step comes behind a prompt"
+        with _plain():
+            self._reserve(n_tokens)
+            if self.view is None:
+                self.view = KernelView(self.form, self.blocks, self.pooled, shared, count, self.last)
+            self.view.fit(n_tokens)
+        return self.view
+
     @property
     def nbytes(self) -> int:
         """Bytes held, on the device and the host."""
@@ -128,6 +147,8 @@ class BlockLayer(CacheLayerMixin):
     @property
     def device_bytes(self) -> int:
         """Bytes of blocks or slots, and of pooled keys."""
+        if self.view is not None and self.blocks is not None:
+            return self.blocks.nbytes + self.view.nbytes
         pooled = () if self.pooled is None else (self.pooled.pooled, self.pooled.wide, self.pooled.last)
         return (0 if self.blocks is None else self.blocks.nbytes) + sum(t.nbytes for t in pooled)
 
@@ -145,7 +166,7 @@ class BlockLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.blocks, self.pooled, self.is_initialized = None, None, False
+        self.blocks, self.pooled, self.view, self.last, self.is_initialized = None, None, None, None, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Not possible: full blocks have left the device. 0 changes nothing."""
@@ -160,6 +181,12 @@ class BlockLayer(CacheLayerMixin):
         raise InvalidInput(
             "a cache in blocks cannot be reordered for beam search; use decode='dense' and offload='none' with beams."
         )
+
+    def _close_view(self) -> None:
+        """Have blocks and pooled keys as if no kernel had run."""
+        if self.view is not None:
+            self.view.close()
+            self.last, self.view = self.view.last, None
 
     def _slots(self, capacity: int, certain: int) -> int:
         """Slots of a head for sequences of `capacity` tokens, of which `certain` will surely come."""
@@ -184,6 +211,18 @@ class BlockLayer(CacheLayerMixin):
             blocks.reserve(capacity, self._slots(capacity, n_tokens))
         else:
             blocks.reserve(capacity)
+
+
+def read_last(layer: BlockLayer, n_blocks: int) -> torch.Tensor:
+    """Position of the token that read each block of a layer last, for a rule that sticks: int32 [R, n_blocks] or more,
+    to be noted in."""
+    assert layer.pooled is not None, "a step comes behind a prompt"
+    rows, known = layer.pooled.pooled.shape[0], 0 if layer.last is None else layer.last.shape[1]
+    if layer.last is None or known < n_blocks:
+        with _plain():
+            more = torch.full((rows, 2 * n_blocks - known), NEVER, dtype=torch.int32, device=layer.device)
+            layer.last = more if layer.last is None else torch.cat([layer.last, more], 1)
+    return layer.last
 
 
 @contextmanager

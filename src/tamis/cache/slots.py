@@ -50,8 +50,7 @@ class SlotMap:
             raise PoolFull(f"{width} blocks are wanted at once and a head has {self.n_slots} slots; give it {width}.")
         wanted = wanted.to(self.held.device, torch.int64)
         if forget:
-            self.held.fill_(-1)
-            self._used.fill_(-1)
+            self.forget()
         asked = wanted >= 0
         slot, missing = find_slots(wanted, self.held, self._used)
         self._step += 1
@@ -59,6 +58,22 @@ class SlotMap:
         self.held = _put(self.held, there, wanted)
         self._used = _put(self._used, there, torch.full_like(wanted, self._step))
         return Moves(slot, missing)
+
+    def forget(self) -> None:
+        """Empty all slots: what lies in them is known no more."""
+        self.held.fill_(-1)
+        self._used.fill_(-1)
+
+    @property
+    def state(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """held and when each was wanted last, both int64 [H, S], and the number of the last step."""
+        return self.held, self._used, self._step
+
+    @state.setter
+    def state(self, now: tuple[torch.Tensor, torch.Tensor, int]) -> None:
+        """Take over what another map knew."""
+        held, used, self._step = now
+        self.held, self._used = held.long(), used.long()
 
     def widen(self, n_slots: int) -> None:
         """Add empty slots behind those there are."""

@@ -169,11 +169,13 @@ class DocumentCache:
 
     def drop(self, keys: Iterable[Hashable]) -> list[bool]:
         """Forget documents in every tier; whether each was in any. One in use keeps its bytes until its last lease."""
+        self._check_open()
         with self._desk.lock:
             return [self._desk.shelves.drop(key) for key in keys]
 
     def clear(self) -> None:
         """Forget every document in every tier."""
+        self._check_open()
         with self._desk.lock:
             self.drop([key for shelf in self._desk.shelves.all for key in list(shelf.tier.entries)])
 
@@ -214,7 +216,7 @@ class DocumentCache:
     def close(self) -> None:
         """Let go of the disk tier's folder. Documents in memory are lost unless `persist` copied them.
 
-        What is held stays readable; nothing can be asked for, stored or persisted any more. Safe to call twice.
+        What is held stays readable; nothing can be asked for, stored or dropped any more. Safe to call twice.
         """
         with self._desk.shelves.moving():
             self._closed = True  # another process may own the folder from here on

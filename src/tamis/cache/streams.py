@@ -68,19 +68,22 @@ class DeviceStream:
 @dataclass(frozen=True)
 class Queues:
     """Where a step computes and where it copies. settle: called where the step's work must have been done, which only
-    simulated streams need to be told."""
+    simulated streams need to be told. choose: where it chooses for the next layer; None: where it computes."""
 
     compute: Queue
     copy: Queue
     settle: Callable[[], None] = lambda: None
+    choose: Queue | None = None
 
     @classmethod
     def of(cls, device: torch.device) -> Queues:
-        """The device's own: on CUDA the current stream and one beside it."""
+        """The device's own: on CUDA the current stream and two beside it."""
         if device.type != "cuda":
             return cls(AtOnce(), AtOnce())
         beside: Any = torch.cuda.Stream
-        return cls(DeviceStream(), DeviceStream(beside(device)))
+        # few programs, before a grid that fills the device: else they would wait for its end
+        copy, choose = (DeviceStream(beside(device, priority=-1)) for _ in range(2))
+        return cls(DeviceStream(), copy, choose=choose)
 
 
 @dataclass

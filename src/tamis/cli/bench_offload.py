@@ -27,6 +27,9 @@ def record_locality(
     block: Annotated[int, typer.Option(min=8, help="Tokens of a block; windows are half as long.")] = 16,
     top: Annotated[int, typer.Option(min=3, help="Blocks a token reads.")] = 24,
     local: Annotated[int, typer.Option(min=0, help="Blocks before its own that a token reads in any case.")] = 8,
+    stick: Annotated[
+        float, typer.Option(min=0, help="Also of a rule that sticks so much to what was read of late; 0: not.")
+    ] = 0.25,
     device: Device = None,
     dtype: Dtype = None,
     json: Json = False,
@@ -48,10 +51,11 @@ def record_locality(
     text: list[int] = loaded.tokenizer("\n\n".join(pieces), add_special_tokens=False)["input_ids"][:tokens]
     if len(text) < tokens:
         raise InvalidInput(f"the texts have {len(text)} tokens; give more with --data, or fewer --tokens.")
-    found = record(loaded, text, rule, steps, data="+".join(names), forecast=heads)
+    found = record(loaded, text, rule, steps, data="+".join(names), forecast=heads, stick=stick)
     how = (
         f"tamis bench record-locality --model {model} --tokens {tokens} --steps {steps} --block {block} --top {top} "
-        f"--local {local}{' --forecast F' if forecast else ''}: choices at the last tokens of a text, one pass"
+        f"--local {local}{' --forecast F' if forecast else ''} --stick {stick:g}: "
+        "choices at the last tokens of a text, one pass"
     )
     save(found, out, how=how)
     if json:
@@ -60,7 +64,7 @@ def record_locality(
         return
     for one in found:
         misses = "  ".join(f"{n} x: {miss:.3f}" for n, miss in one.misses.items())
-        print(f"{one.provider:10} kept {one.kept_mean:.3f}  misses by slots {misses}  recall {one.recall:.3f}")
+        print(f"{one.provider:14} kept {one.kept_mean:.3f}  misses by slots {misses}  recall {one.recall:.3f}")
 
 
 @app.command("offload")
@@ -74,21 +78,23 @@ def offload(
         str, typer.Option(help="Slots of the device for each block that a token reads, comma-separated.")
     ] = "2",
     providers: Annotated[str, typer.Option(help="Some of those below, comma-separated.")] = (
-        "sparse-offload,infinigen,forecast-no-prefetch,forecast"
+        "sparse-offload,infinigen,forecast-no-prefetch,forecast,sparse-offload-stick,forecast-stick"
     ),
     only: Annotated[
         str, typer.Option("--only", help="Some of copy,resident,cells,dense-offload,selection.")
     ] = "copy,resident,cells,dense-offload,selection",
     locality: Annotated[
         str, typer.Option(help="What `tamis bench record-locality` wrote.")
-    ] = "results/locality/smollm2.json",
+    ] = "results/locality/smollm2-stick.json",
     layers: Annotated[
         int | None, typer.Option(min=1, help="Build so many layers; times are scaled by layers, and rows say so.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed steps after a warm-up; medians are reported.")] = 20,
     programs: Annotated[int, typer.Option(min=1, help="Of the copy kernel, each on a multiprocessor at most.")] = 8,
     warps: Annotated[int, typer.Option(help="Of such a program: 1, 2, 4, 8 or 16.")] = 8,
-    host_gb: Annotated[float, typer.Option(help="Pinned host memory, shared by what does not fit.")] = 16.0,
+    host_gb: Annotated[
+        float | None, typer.Option(help="Pinned host memory, shared by what does not fit. Default: 16; 0.5 on a CPU.")
+    ] = None,
     kv_cap_gb: Annotated[
         float | None, typer.Option(help="Room for keys and values on the device. Default: what a card of 80 GB leaves.")
     ] = None,
@@ -104,8 +110,9 @@ def offload(
     """Whole decode steps whose blocks come from host memory, checked against the reference before anything is timed.
 
     sparse-offload copies when a layer has chosen, forecast while the layer before works; infinigen chooses by the
-    layer's own queries on the layer before's input; forecast-no-prefetch chooses as early and copies late. Beside them
-    full attention, resident and from host memory, copies alone, and what choosing costs a prefill.
+    layer's own queries on the layer before's input; forecast-no-prefetch chooses as early and copies late. With -stick
+    behind it a choice prefers what was read of late, as the locality says, so that less moves. Beside them full
+    attention, resident and from host memory, copies alone, and what choosing costs a prefill.
     """
     from tamis.bench.offload import OffloadPlan, bench_offload
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -20,8 +20,6 @@ from tamis.cli.options import Json, Model
 
 if TYPE_CHECKING:
     from tamis.bench.serve import Load, Outcomes, Slo
-    from tamis.bench.serve_lone import Took
-    from tamis.engine.llm import LLM
 
 STOP_S = 60  # a server that was asked to stop has to be gone
 Url = Annotated[str | None, typer.Option(help="A running server, http://HOST:PORT. Default: one is started.")]
@@ -36,6 +34,8 @@ Cut = Annotated[int | None, typer.Option(min=1, help="Cut each piece of a prompt
 Output = Annotated[int | None, typer.Option(min=2, help="Tokens of an answer, at most.")]
 ServeArgs = Annotated[str, typer.Option("--serve-args", help="More options for the server that is started.")]
 Timeout = Annotated[float, typer.Option(min=1, help="Seconds that a request may take.")]
+Warm = Annotated[int, typer.Option(min=0, help="Before each policy: 1, 2, 4, … and N unmeasured requests at once.")]
+Limit = Annotated[float | None, typer.Option(min=1, help="Seconds of each policy; what is not done by then is cut.")]
 Out = Annotated[Path | None, typer.Option(help="Write the numbers and every time to this JSON file.")]
 Plot = Annotated[Path | None, typer.Option(help="Then draw them into this file (.svg, .png); needs matplotlib.")]
 Lone = Annotated[bool, typer.Option("--lone", help="One user: the same prompts by the library and the server.")]
@@ -57,6 +57,8 @@ def serve(
     slo_itl: Annotated[float, typer.Option(help="Seconds between tokens, in an answer's mean, that are good.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Of arrivals and synthetic documents.")] = 0,
     timeout: Timeout = 300.0,
+    warm: Warm = 4,
+    limit_s: Limit = None,
     serve_args: ServeArgs = "",
     lone: Lone = False,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="--lone: tokens of a prompt.")] = 256,
@@ -69,20 +71,22 @@ def serve(
 
     MODEL may be shape:NAME, such as shape:llama-3.1-8b: random weights, for speed alone.
     """
-    from tamis.bench.serve import Pace, Slo, case_of, requests_of, table, workload_of
+    from tamis.bench.serve import Pace, Slo, case_of, requests_of, table, waves_of, workload_of
 
     kept = Kept("serve", results)
     if lone:
-        made = _lone(model, prompt_tokens, output_tokens or 64, requests, kept)
-        print(jsonlib.dumps(made | {"results": kept.file}) if json else _lone_table(made))
+        from tamis.cli.bench_serve_lone import lone_table, run_lone
+
+        made = run_lone(model, prompt_tokens, output_tokens or 64, requests, serve_args, kept)
+        print(jsonlib.dumps(made | {"results": kept.file}) if json else lone_table(made))
         return
     workload = workload_of(trace, speed=speed)
     pace = Pace(requests, rate if rate or trace else 1.0, cut_tokens, output_tokens, seed)
-    sent = requests_of(workload, pace)
+    load = Plan(requests_of(workload, pace), waves_of(workload, pace, warm), Slo(slo_ttft, slo_itl), limit_s)
     names = [name.strip() for name in policies.split(",") if name.strip()]
-    with _server(model, url, api_key, names, serve_args, timeout) as server:
+    with server_of(model, url, api_key, names, serve_args, timeout=timeout, limit_s=limit_s) as server:
         case = case_of(server.model.removeprefix("shape:"), workload, pace)
-        made = _measure(server, names, sent, case, Slo(slo_ttft, slo_itl), kept)
+        made = _measure(server, names, load, case, kept)
     made |= {"workload": workload.about, "model": model}
     if out is not None:
         out.write_text(jsonlib.dumps(made, indent=1) + "\n", encoding="utf-8")
@@ -95,58 +99,78 @@ def serve(
 
 
 class Server(NamedTuple):
-    """Where requests go: its load, its model's name, and the key of each policy, whose stored documents are its own."""
+    """Where requests go: its load, its model's name, and the keys of each policy, the measured requests' and the warm
+    ones', whose stored documents are their own."""
 
     load: Load
     model: str
-    keys: dict[str, str]
+    keys: dict[str, tuple[str, str]]
+    address: str
 
 
-def _measure(
-    server: Server, names: Sequence[str], sent: list[dict[str, Any]], case: str, slo: Slo, kept: Kept
-) -> dict[str, Any]:
+class Plan(NamedTuple):
+    """What each policy is sent, and before it; what is good; and the seconds that it may take."""
+
+    sent: list[dict[str, Any]]
+    waves: list[list[dict[str, Any]]]
+    slo: Slo
+    limit_s: float | None
+
+
+def _measure(server: Server, names: Sequence[str], plan: Plan, case: str, kept: Kept) -> dict[str, Any]:
     """One policy after the other; one that fails as a whole is told and does not keep the others from running."""
-    from tamis.bench.serve import rows_of, run_policy
+    from tamis.bench.serve import rows_of, run_policy, warm_up
 
-    summaries, values = [], {}
+    summaries, values, slo = [], {}, plan.slo
     for name in names:
-        kept.note(f"{name}: {len(sent)} requests …")
+        key, warm_key = server.keys[name]
         try:
-            found: Outcomes = run_policy(name, sent, server.load, server.model, key=server.keys.get(name, ""))
+            kept.note(f"{name}: {sum(map(len, plan.waves))} requests to get warm …")
+            warm = warm_up(name, plan.waves, server.load, server.model, key=warm_key, limit_s=plan.limit_s)
+            kept.note(f"{name}: warm after {warm['seconds']:.1f} s; {len(plan.sent)} requests …")
+            found: Outcomes = run_policy(name, plan.sent, server.load, server.model, key=key)
         except OSError as e:
             kept.note(f"{name} failed: {e}")
             continue
-        summaries.append(found.summary(sent, slo))
+        summaries.append(found.summary(plan.sent, slo) | {"warm": warm, "limit_s": plan.limit_s})
         values[name] = found.values()
         kept.keep(rows_of(case, found, summaries[-1]))
-        kept.note(f"{name}: {summaries[-1]['done']} of {len(sent)} in {summaries[-1]['span_s']:.1f} s")
+        kept.note(f"{name}: {summaries[-1]['done']} of {len(plan.sent)} in {summaries[-1]['span_s']:.1f} s")
     limits = {"ttft_s": slo.ttft_s, "itl_s": slo.itl_s}
     return {"case": case, "slo": limits, "policies": summaries, "values": values}
 
 
 @contextmanager
-def _server(
-    model: str, url: str | None, key: str, names: Sequence[str], more: str, timeout_s: float
+def server_of(
+    model: str,
+    url: str | None,
+    key: str,
+    names: Sequence[str],
+    more: str,
+    *,
+    timeout: float,
+    limit_s: float | None = None,
 ) -> Iterator[Server]:
-    """The server that runs, or one that is started for the block, with a key for each policy."""
+    """The server that runs, or one that is started for the block, with two keys for each policy."""
     import functools
 
     from tamis.bench.serve_load import in_process
 
     if url is not None:
         address = url.rstrip("/").removesuffix("/v1")
-        load = functools.partial(in_process, address, timeout_s=timeout_s)
-        yield Server(load, _model_at(address, key), dict.fromkeys(names, key))
+        load = functools.partial(in_process, address, timeout_s=timeout, limit_s=limit_s)
+        yield Server(load, _model_at(address, key), dict.fromkeys(names, (key, key)), address)
         return
     from tamis.server.keys import new_key
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "keys"
-        keys = {name: new_key(file, name) for name in names}
+        keys = {name: (new_key(file, name), new_key(file, f"{name}-warm")) for name in names}
         command = [sys.executable, "-m", "tamis.cli.main", "serve", model, "--port", "0", "--json", "--name", model]
         command += ["--prefill", "dense", "--api-key-file", str(file), "--grace", "5", *shlex.split(more)]
         with _started(command, Path(folder) / "log") as address:
-            yield Server(functools.partial(in_process, address, timeout_s=timeout_s), model, keys)
+            load = functools.partial(in_process, address, timeout_s=timeout, limit_s=limit_s)
+            yield Server(load, model, keys, address)
 
 
 @contextmanager
@@ -181,109 +205,3 @@ def _model_at(address: str, key: str) -> str:
     asked = urllib.request.Request(f"{address}/v1/models", headers=headers)
     with urllib.request.urlopen(asked, timeout=30) as answer:
         return str(jsonlib.load(answer)["data"][0]["id"])
-
-
-def _lone(model: str, prompt_tokens: int, output_tokens: int, requests: int, kept: Kept) -> dict[str, Any]:
-    """The library and a server on the same model in this process; the server's user is another process."""
-    import numpy as np
-
-    from tamis.bench.serve_lone import compare, rows_of, summary
-    from tamis.cli.options import load as load_model
-
-    with load_model(model, None, None, prefill="dense") as llm, ExitStack() as stack:
-        llm.stop_tokens = frozenset()  # answers of one length
-        address = stack.enter_context(_live(llm, model))
-        chance = np.random.default_rng(0)
-        most = llm.runner.model.config.vocab_size
-        prompts = [chance.integers(0, most, prompt_tokens).tolist() for _ in range(requests + 1)]
-
-        def library(prompt: Sequence[int]) -> Took:
-            return _by_library(llm, prompt, output_tokens)
-
-        def server(prompt: Sequence[int]) -> Took:
-            return _by_server(address, model, prompt, output_tokens)
-
-        made = compare(library, server, prompts)
-    case = f"{model.removeprefix('shape:')}/lone/{prompt_tokens}+{output_tokens}"
-    kept.keep(rows_of(case, made))
-    return {"case": case, "requests": requests, **summary(made)}
-
-
-@contextmanager
-def _live(llm: LLM, name: str) -> Iterator[str]:
-    """A server of `llm` on loopback, in a thread of this process; its address."""
-    import asyncio
-    import threading
-
-    from tamis.engine.library import Library
-    from tamis.engine.service import Engine
-    from tamis.server.app import create_app
-    from tamis.server.run import GracefulServer
-    from tamis.server.settings import ServerSettings
-
-    listening, ports = threading.Event(), []
-
-    def started(port: int) -> None:
-        ports.append(port)
-        listening.set()
-
-    with Engine(llm) as engine:
-        library = Library(engine, None)
-        app = create_app(engine, library, ServerSettings(name, grace_s=5.0))
-        server = GracefulServer(app, host="127.0.0.1", port=0, on_start=started)
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
-        thread.start()
-        try:
-            if not listening.wait(STOP_S):
-                raise OSError("the server did not listen in time.")
-            yield f"http://127.0.0.1:{ports[0]}"
-        finally:
-            server.should_exit = True
-            thread.join(STOP_S)
-            library.close()
-
-
-def _by_library(llm: LLM, prompt: Sequence[int], output_tokens: int) -> Took:
-    """As `LLM.generate` does it, without a question's words."""
-    import time
-
-    from tamis.bench.serve_lone import Took
-    from tamis.engine.sampling import Sampling, TextStream
-    from tamis.prompt.segments import Prompt
-
-    begin = time.perf_counter()
-    start = llm.prefill(Prompt.of([("question", list(prompt))]), room_tokens=output_tokens)
-    text, first = TextStream(llm.tokenizer, ()), 0.0
-    for token in llm.runner.decode(start, Sampling(max_new_tokens=output_tokens), frozenset()):
-        text.push(token)
-        first = first or time.perf_counter()
-    text.finish()
-    end = time.perf_counter()
-    return Took(first - begin, (end - first) / max(1, output_tokens - 1), end - begin)
-
-
-def _by_server(address: str, model: str, prompt: Sequence[int], output_tokens: int) -> Took:
-    from tamis.bench.serve_load import in_process
-    from tamis.bench.serve_lone import Took
-
-    body = {
-        "model": model,
-        "prompt": list(prompt),
-        "max_tokens": output_tokens,
-        "temperature": 0.0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    (made,) = in_process(address, [{"at_s": 0.0, "path": "/v1/completions", "body": body}])
-    if made["error"] or not made["pieces_s"]:
-        raise OSError(f"the server did not answer: {made['error'] or 'no text'}")
-    first, new = made["pieces_s"][0], made["usage"]["completion_tokens"]
-    return Took(first, (made["end_s"] - first) / max(1, new - 1), made["end_s"])
-
-
-def _lone_table(made: dict[str, Any]) -> str:
-    lines = [made["case"], f"{'':8} {'library':>9} {'server':>9} {'ratio':>7}"]
-    for name in ("ttft_s", "itl_s", "e2e_s"):
-        one = made[name]
-        lines.append(f"{name:8} {one['library']:>9.4f} {one['server']:>9.4f} {one['ratio']:>7.3f}")
-    return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -25,6 +25,26 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from tamis import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+]
+
+
+@app.callback()
+def _all(version: Version = False) -> None:
+    pass
+
+
 app.command("ask")(ask.ask)
 app.command("index")(index.index)
 app.command("inspect")(inspect.inspect)
@@ -47,13 +67,17 @@ def main() -> None:
             print(e.ctx.get_help() if e.ctx else "", file=sys.stderr)
             sys.exit(2)
         see = f" See {e.ctx.command_path} --help." if e.ctx else ""
-        _fail("usage", e.format_message().rstrip(".") + "." + see)
+        _fail("usage", _sentence(e.format_message()) + see)
     except OSError as e:
         log.debug("the system refused something", exc_info=e)
         _fail("system", f"{e.strerror or e}: {e.filename}." if e.filename else f"{e.strerror or e}.")
     if code == INTERRUPTED:
         print("tamis: interrupted; what was done is kept, run the same command to go on.", file=sys.stderr)
     sys.exit(code or 0)
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith("?") else text.rstrip(".") + "."
 
 
 def _fail(code: str, message: str) -> NoReturn:

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from tamis.cli.options import AcceptBlock, Adapter, ChunkTokens, Device, Dtype, Json, Recompute, Store, Yarn, load
+from tamis.cli.options import (
+    AcceptBlock,
+    Adapter,
+    ChunkTokens,
+    Device,
+    Dtype,
+    Forecast,
+    Json,
+    Recompute,
+    Store,
+    Yarn,
+    load,
+)
 from tamis.core.errors import InvalidInput, Unavailable
 
 if TYPE_CHECKING:
@@ -49,26 +61,25 @@ def serve(
     dtype: Dtype = None,
     yarn: Yarn = None,
     adapter: Adapter = None,
+    forecast: Forecast = None,
     json: Json = False,
 ) -> None:
     """Serve MODEL: /v1/chat/completions, /v1/completions, /v1/documents, /metrics and more."""
+    from tamis.engine.apart import apart
     from tamis.engine.scheduler import Limits
 
     _check_installed()
     from tamis.server.keys import KeyRing
-    from tamis.server.keys import new_key as make_key
     from tamis.server.settings import ServerSettings
 
     if new_key is not None:
-        if api_key_file is None:
-            raise InvalidInput("--new-key needs --api-key-file, the file that it is added to.")
-        key = make_key(api_key_file, new_key, key_limit)
-        print(jsonlib.dumps({"name": new_key, "key": key}) if json else key)
+        _add_key(api_key_file, new_key, key_limit, json=json)
         return
     keys = KeyRing() if api_key_file is None else KeyRing.read(api_key_file)
     body_bytes = int(max_body_mb * 1e6)
     settings = ServerSettings(name or model, max_tokens, body_bytes=body_bytes, timeout_s=timeout, grace_s=grace)
-    choices = {"prefill": prefill, "recompute": recompute, "accept_block_attention": accept_block_attention}
+    choices: dict[str, Any] = {"prefill": prefill, "recompute": recompute, "adapter": adapter, "forecast": forecast}
+    choices["accept_block_attention"] = accept_block_attention
     cache: dict[str, Any] = {"host_bytes": int(host_gb * 1e9)}
     if cache_gb is not None:
         cache["cache_bytes"] = int(cache_gb * 1e9)
@@ -76,9 +87,20 @@ def serve(
     if folder is not None:
         cache["cache_dir"] = folder / "kv"
     limits = Limits(max_running=max_running, max_waiting=max_queue, step_tokens=step_tokens)
-    with load(model, device, dtype, yarn, adapter=adapter, **choices, **cache) as llm, llm.corpus(folder) as base:
+    loaded = apart(lambda: load(model, device, dtype, yarn, **choices, **cache))
+    with loaded as llm, apart(lambda: llm.corpus(folder)) as base:
         ground = Ground(folder, base, limits, chunk_tokens or 512, exact, graphs)
         _run(llm, Address(host, port), ground, settings, keys, json=json)
+
+
+def _add_key(file: Path | None, name: str, limit: int | None, *, json: bool) -> None:
+    """Print a new key, the only time that it is seen."""
+    from tamis.server.keys import new_key
+
+    if file is None:
+        raise InvalidInput("--new-key needs --api-key-file, the file that it is added to.")
+    key = new_key(file, name, limit)
+    print(jsonlib.dumps({"name": name, "key": key}) if json else key)
 
 
 class Address(NamedTuple):

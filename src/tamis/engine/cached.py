@@ -1,33 +1,40 @@
 """A request whose keys and values lie in a cache of a form of its own, beside the pages of the others.
 
-Its prompt is one part and its tokens are steps of their own, exactly as the library makes them; such requests take
-turns with the batches. Pages are taken as for any request, though nothing is written there: they bound how many such
-caches there are at once. A parked one keeps its cache, which is the smaller form, and gives its pages back.
+Its prompt is computed in parts like others', each exactly as the library's chunks are. Its tokens are rows of a pass
+over all such requests, see `CachedBatch`; those that a forecast chooses for are passes of their own, because the
+forecast is part of the product that makes a lone token's queries. Pages are taken as for any request, though nothing is
+written there: they bound how many such caches there are at once. A parked one keeps its cache, which is the smaller
+form, and gives its pages back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tamis.attention.caching import AnyDecoding, Caching, check_form
+from tamis.attention.caching import AnyDecoding, Caching
 from tamis.attention.offline import Indexer
-from tamis.attention.planner import Plan, plan_prefill
+from tamis.attention.planner import Plan, chunk_ranges, plan_prefill
 from tamis.attention.policy import PAGED, Policy
 from tamis.attention.report import DecodeReport, PrefillReport
 from tamis.attention.reuse import ReuseEngine
 from tamis.cache.formats import cache_argument, stored_dtype
-from tamis.core.errors import CacheFull, InvalidInput, PoolFull
+from tamis.core.errors import CacheFull, PoolFull
 from tamis.engine.member import Member
 from tamis.engine.request import Request
+from tamis.kernels.lists import Tiling
 
 
-def member_for(request: Request, engine: ReuseEngine, indexer: Callable[[], Indexer], *, chunk_tokens: int) -> Member:
-    """What computes a request. Raises InvalidInput, ModelUnsupported for what cannot be done."""
-    kind = CachedMember if cached(request.policy, next(engine.model.parameters()).dtype) else Member
-    return kind(request, engine, indexer, chunk_tokens=chunk_tokens)
+def member_for(
+    request: Request, engine: ReuseEngine, indexer: Callable[[], Indexer], caching: Caching, *, chunk_tokens: int
+) -> Member:
+    """What computes a request; `caching` is the model's. Raises InvalidInput for what cannot be done."""
+    if cached(request.policy, next(engine.model.parameters()).dtype):
+        return CachedMember(request, engine, indexer, caching, chunk_tokens=chunk_tokens)
+    return Member(request, engine, indexer, chunk_tokens=chunk_tokens)
 
 
 def cached(policy: Policy, dtype: torch.dtype) -> bool:
@@ -42,26 +49,37 @@ def cached(policy: Policy, dtype: torch.dtype) -> bool:
 
 
 class CachedMember(Member):
-    """See the module; `step` takes the place of a row in a batch."""
+    """See the module. chunk_tokens: of a part of its prompt, where its policy does not say; parts end where a sparse
+    prefill's tiles do."""
 
     def __init__(
-        self, request: Request, engine: ReuseEngine, indexer: Callable[[], Indexer], *, chunk_tokens: int
+        self,
+        request: Request,
+        engine: ReuseEngine,
+        indexer: Callable[[], Indexer],
+        caching: Caching,
+        *,
+        chunk_tokens: int,
     ) -> None:
-        if request.policy.decode == "forecast":
-            raise InvalidInput(
-                "decode='forecast' is not served: its forecast belongs to one loaded model of the library. Use "
-                "decode='blocks' or 'selfindex', or tamis.LLM(…, forecast=FOLDER)."
-            )
-        check_form(request.policy, engine.model)
-        super().__init__(request, engine, indexer, chunk_tokens=len(request.prompt.tokens))
-        self._cache: Any = None
-        self._decoding: AnyDecoding | None = None
+        super().__init__(request, engine, indexer, chunk_tokens=chunk_tokens)
+        self._caching = caching
+        policy, lengths = request.policy, request.prompt.lengths
+        self._policy = replace(policy, chunk_tokens=policy.chunk_tokens or max(chunk_tokens, policy.tile))
+        self._chunks = chunk_ranges(Tiling.of_segments(lengths, policy.tile), self._policy.chunk_tokens)
+        self._done = 0  # of these
         self._prefilled: Plan | None = None
+        self.cache: Any = None
+        self.decoding: AnyDecoding | None = None
+
+    @property
+    def together(self) -> bool:
+        """Whether its next token may be a row of a pass over several requests."""
+        return self.request.policy.decode != "forecast"
 
     @property
     def left(self) -> list[int]:
-        """See `Member`: the whole prompt, or nothing."""
-        return [] if self._prefilled is not None else [len(self.request.prompt.tokens)]
+        """See `Member`."""
+        return [end - first for first, end in self._chunks[self._done :]]
 
     @property
     def room(self) -> int:
@@ -69,28 +87,29 @@ class CachedMember(Member):
         return self.placing.needs()["start_room"]
 
     def run_part(self) -> torch.Tensor | None:
-        """The whole prompt; logits [vocabulary] behind it."""
-        engine, request = self.engine, self.request
-        model, switch, caching = engine.model, engine.switch, Caching(engine.model)
+        """See `Member`."""
+        engine, request, caching = self.engine, self.request, self._caching
         with engine.store.lock:
-            plan = plan_prefill(model, request.prompt, request.policy, self.indexer)
-            cache = caching.new_cache(request.policy, room=request.sampling.max_new_tokens)
-            decoding = caching.decoding(cache, request.policy)
-            with torch.inference_mode(), plan.running(switch):
-                ids = torch.tensor([request.prompt.tokens], device=self.device)
-                for first, end in plan.chunks:
-                    with decoding.running(switch, step=False):
-                        logits: torch.Tensor = self._forward(ids[:, first:end], cache, logits_to_keep=1)
-        self._cache, self._decoding, self._prefilled = cache, decoding, plan
-        return logits
+            if self._prefilled is None:
+                self._prefilled = plan_prefill(engine.model, request.prompt, self._policy, self.indexer)
+                behind = sum(self.left[1:]) + request.sampling.max_new_tokens
+                self.cache = caching.new_cache(request.policy, room=behind)
+                self.decoding = caching.decoding(self.cache, request.policy)
+            first, end = self._chunks[self._done]
+            plan, decoding = self._prefilled, self.decoding
+            assert decoding is not None, "made with the plan"
+            ids = torch.tensor([request.prompt.tokens[first:end]], device=self.device)
+            with torch.inference_mode(), plan.running(engine.switch), decoding.running(engine.switch, step=False):
+                logits = self._forward(ids, logits_to_keep=1)
+        self._done += 1
+        return None if self._done < len(self._chunks) else logits
 
     def step(self) -> torch.Tensor:
-        """Logits [vocabulary] behind the newest token."""
+        """Logits [vocabulary] behind the newest token, in a pass of its own."""
         engine = self.engine
-        assert self._decoding is not None, "its prompt was run"
-        with engine.store.lock, torch.inference_mode(), self._decoding.running(engine.switch, step=True):
-            ids = torch.tensor([[self.new[-1]]], device=self.device)
-            return self._forward(ids, self._cache)
+        assert self.decoding is not None, "its prompt was run"
+        with engine.store.lock, torch.inference_mode(), self.decoding.running(engine.switch, step=True):
+            return self._forward(torch.tensor([[self.new[-1]]], device=self.device))
 
     def take(self, pages: int) -> bool:
         """See `Member`."""
@@ -121,7 +140,7 @@ class CachedMember(Member):
     def close(self) -> None:
         """See `Member`."""
         self._let_go()
-        self._cache, self._decoding, self._prefilled = None, None, None
+        self.cache, self.decoding, self._prefilled, self._done = None, None, None, 0
 
     def report(self) -> PrefillReport:
         """See `Member`."""
@@ -131,9 +150,9 @@ class CachedMember(Member):
     @property
     def decode_report(self) -> DecodeReport | None:
         """What was done with the cache so far."""
-        return None if self._decoding is None else self._decoding.report()
+        return None if self.decoding is None else self.decoding.report()
 
-    def _forward(self, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
+    def _forward(self, ids: torch.Tensor, **options: Any) -> torch.Tensor:
         model = self.engine.model
-        made: torch.Tensor = model(ids, **{cache_argument(model): cache}, use_cache=True, **options).logits[0, -1]
+        made: torch.Tensor = model(ids, **{cache_argument(model): self.cache}, use_cache=True, **options).logits[0, -1]
         return made

@@ -19,7 +19,7 @@ from tamis.corpus import Corpus, Hit, Passage, support
 from tamis.engine.answer import Answer, Comparison, Report, Source, Timing
 from tamis.engine.knowledge import KnowledgeBase
 from tamis.engine.runner import Prefilled, Runner
-from tamis.engine.sampling import Sampling, TextStream, stop_tokens
+from tamis.engine.sampling import Sampling, TextStream, sampling_of, stop_tokens
 from tamis.engine.template import Template, Turn
 from tamis.forecast.heads import Forecast
 from tamis.index.spec import IndexSpec
@@ -41,8 +41,7 @@ class LLM:
     choices   of the policy, and those of the documents' cache: `cache_bytes`, `host_bytes`, `cache_dir`, `disk_bytes`,
               see `attention.reuse_store.CacheSettings`
 
-    The model works on one request at a time, others wait. Use it in a `with` block, or `close` it, to release stores
-    and the model's attention.
+    It works on one request at a time, others wait. Use it in a `with` block, or `close` it, to release its stores.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class LLM:
 
         Raises ContextOverflow if the prompt does not fit the model; `fit` says what would.
         """
-        stream = self._answer(question, documents, history, sampling or Sampling(), measure_recall, choices)
+        stream = self._answer(question, documents, history, sampling_of(sampling), measure_recall, choices)
         while True:
             try:
                 piece = next(stream)
@@ -129,7 +128,7 @@ class LLM:
         self, question: str, documents: Sequence[Document] = (), *, sampling: Sampling | None = None, **choices: Any
     ) -> Iterator[str]:
         """The answer of `generate`, piece by piece."""
-        yield from self._answer(question, documents, (), sampling or Sampling(), False, choices)
+        yield from self._answer(question, documents, (), sampling_of(sampling), False, choices)
 
     def compare(
         self,
@@ -212,7 +211,8 @@ class LLM:
         return self._indexer(Policy.of(self.policy, **choices)).index(documents, on_progress)
 
     def spec(self, policy: Policy) -> IndexSpec:
-        """What records for this model under `policy` have in common."""
+        """What records for this model under `policy` have in common. Raises InvalidInput once it is closed."""
+        self.runner.check_open()
         if self._spec is None:
             prefix = self.template.prefix_tokens
             self._spec = index_spec(self.runner.model, self.tokenizer, prefix, policy.thresholds, policy.tile)
@@ -255,7 +255,7 @@ class LLM:
         choices: dict[str, Any],
     ) -> Generator[str, None, Answer]:
         begin = time.perf_counter()
-        prompt = self.template.prompt(question, [self.document_tokens(d) for d in reversed(documents)], history)
+        prompt = self.template.prompt(question, [self.document_tokens(d) for d in reversed(_docs(documents))], history)
         prompted = time.perf_counter()
         start = self.prefill(prompt, measure_recall=measure_recall, room_tokens=sampling.max_new_tokens, **choices)
         text, first = TextStream(self.tokenizer, sampling.stop), time.perf_counter()
@@ -281,6 +281,16 @@ class LLM:
         )
         report = Report(start.report, timing, len(new), "stop" if ended else "length", decode=start.decode_report)
         return Answer(text.text, report, _sources(documents, text.text), tuple(new), start.logits)
+
+
+def _docs(documents: Sequence[Document]) -> Sequence[Document]:
+    """Themselves. Raises InvalidInput for what is none, and for one text where a list of them belongs: its letters
+    would be taken for documents."""
+    if isinstance(documents, str):
+        raise InvalidInput("documents is one text; give a list of documents: [text].")
+    if wrong := {type(d).__name__ for d in documents if not isinstance(d, str | Passage | Hit)}:
+        raise InvalidInput(f"documents has {', '.join(sorted(wrong))}; give texts, passages or hits.")
+    return documents
 
 
 def _forecast(folder: str | Path | None, loaded: LoadedModel) -> Forecast | None:

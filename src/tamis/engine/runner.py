@@ -79,9 +79,11 @@ class Runner:
             check_form(policy or Policy(), model, self._forecast)
             self._undo = undo.pop_all()
         self.caching = Caching(model, self._forecast)
+        self._closed = False
 
     def close(self) -> None:
         """Take Tamis's attention and forecast out of the model again. Closing twice is harmless."""
+        self._closed = True
         self._undo.close()
 
     def check_fits(self, n_tokens: int) -> None:
@@ -92,6 +94,12 @@ class Runner:
                 f"the prompt has {n_tokens} tokens; this model takes {limit}, one of them for the answer. "
                 "Give fewer or shorter documents, or a shorter question."
             )
+
+    def check(self, policy: Policy) -> None:
+        """Raises ModelUnsupported or InvalidInput for a cache or a forecast that this model does not have, and
+        InvalidInput once the runner is closed."""
+        self.check_open()
+        check_form(policy, self.model, self._forecast)
 
     def prefill(
         self,
@@ -110,7 +118,7 @@ class Runner:
         are reserved there for the answer.
         """
         self.check_fits(len(prompt.tokens))
-        check_form(policy, self.model, self._forecast)
+        self.check(policy)
         if policy.prefill in PAGED:
             if reuse is None:
                 raise InvalidInput(f"prefill={policy.prefill!r} needs a cache of documents, which tamis.LLM has.")
@@ -199,7 +207,13 @@ class Runner:
         if isinstance(start.cache, Session):
             return start.cache.step(token)
         assert start.decoding is not None, "a prefill into a transformers cache gives one"
+        self.check_open()
         with self.lock, torch.inference_mode(), start.decoding.running(self.switch, step=True):
             ids = torch.tensor([[token]], device=next(self.model.parameters()).device)
             logits: torch.Tensor = self.model(ids, **{self._cache: start.cache}, use_cache=True).logits[0, -1]
         return logits
+
+    def check_open(self) -> None:
+        """Raises InvalidInput once the runner is closed."""
+        if self._closed:
+            raise InvalidInput("this LLM was closed, and the model is without Tamis's attention; make another one.")

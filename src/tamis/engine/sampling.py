@@ -88,15 +88,10 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, device: torch.device, prompt: Sequence[int] = ()) -> None:
         self.sampling = sampling
-        self._prompt = prompt
+        self._prompt, self._device = prompt, device
         self._counts: torch.Tensor | None = None  # of each token of the answer
         self._seen: torch.Tensor | None = None  # tokens of the prompt and the answer
         self._grammar = None if sampling.grammar is None else sampling.grammar.start()
-        self._generator = torch.Generator(device=device)
-        if sampling.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(sampling.seed)
 
     def draw(self, logits: torch.Tensor) -> int:
         """The next token from logits [vocabulary]."""
@@ -115,6 +110,16 @@ class Sampler:
         if self._grammar is not None:
             self._grammar.accept(token)
         return token
+
+    @cached_property
+    def _generator(self) -> torch.Generator:
+        """Made where it is first used: whoever asks for tokens leaves the device to who computes them."""
+        made = torch.Generator(device=self._device)
+        if self.sampling.seed is None:
+            made.seed()
+        else:
+            made.manual_seed(self.sampling.seed)
+        return made
 
     @cached_property
     def _filters(self) -> Any:
@@ -214,6 +219,13 @@ class TextStream:
         whole = whole.rstrip("\ufffd")
         begun = [n for s in self._stop for n in range(len(s) - 1, 0, -1) if whole.endswith(s[:n])]
         return whole[: len(whole) - max(begun, default=0)]
+
+
+def sampling_of(sampling: Sampling | None) -> Sampling:
+    """What was given, greedy decoding for None. Raises InvalidInput for anything else."""
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise InvalidInput(f"sampling is {sampling!r}; give a tamis.Sampling, such as Sampling(temperature=0.7).")
+    return sampling or Sampling()
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

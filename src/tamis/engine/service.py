@@ -1,6 +1,7 @@
 """The engine: one thread that runs the scheduler's steps on a model, for requests that come from any thread.
 
-Knows no HTTP and no users: who may ask for what is decided above.
+Knows no HTTP and no users: who may ask for what is decided above. Only that thread runs the model or touches its
+device. `submit`, in its caller's thread, lays out a prompt: integers, as many as it has tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from tamis.attention.policy import Policy
 from tamis.core.errors import Busy, Cancelled, ContextOverflow, InvalidInput
 from tamis.core.log import logger
+from tamis.engine.apart import apart
 from tamis.engine.cached import member_for
 from tamis.engine.grammar import Grammars
 from tamis.engine.request import Listener, Request
@@ -65,7 +67,7 @@ class Engine:
     ) -> None:
         self.llm, self.chunk_tokens = llm, chunk_tokens
         self.grammars = Grammars(llm.tokenizer, llm.runner.model.config.vocab_size, llm.stop_tokens)
-        self.reuse = llm.reuse_engine()
+        self.reuse = apart(llm.reuse_engine)
         self.pool = self.reuse.store.pool
         limits = limits or Limits(page_tokens=self.pool.page)
         if limits.page_tokens != self.pool.page:
@@ -98,10 +100,12 @@ class Engine:
                 "prompt or fewer max_tokens."
             )
         indexer = functools.partial(self.llm._indexer, request.policy)
-        member = member_for(request, self.reuse, indexer, chunk_tokens=self.chunk_tokens)
+        runner = self.llm.runner
+        runner.check(request.policy)
+        member = member_for(request, self.reuse, indexer, runner.caching, chunk_tokens=self.chunk_tokens)
         text = TextStream(self.llm.tokenizer, request.sampling.stop, strip=False)
         ticket = Ticket(member, listener, text, most, time.monotonic())
-        parts, needs = member.placing.parts(self.reuse.store), member.placing.needs()
+        parts, needs = member.left, member.placing.needs()
         with self._wake:
             if self._draining or self._closed:
                 raise Busy("the engine is shutting down and takes no more requests.", retry_after_s=5)

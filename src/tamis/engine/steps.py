@@ -16,6 +16,7 @@ from tamis.core.errors import CacheFull, TamisError
 from tamis.core.log import logger
 from tamis.engine.batch import Batch
 from tamis.engine.cached import CachedMember
+from tamis.engine.cached_batch import CachedBatch
 from tamis.engine.member import Member
 from tamis.engine.request import End, Event, Failed, Listener, Piece, Usage
 from tamis.engine.sampling import Scored, TextStream, draw_all
@@ -93,6 +94,7 @@ class Steps:
         self.reuse, self.lock, self.stop_tokens = reuse, lock, stop_tokens
         self.tickets: dict[int, Ticket] = {}
         self.batch = Batch(reuse, exact=exact, graphs=graphs)
+        self.cached = CachedBatch(reuse, exact=exact)
         self.memory = PoolMemory(reuse, self.tickets, kept_pages=int(self.batch.graphs.used))
         self.scheduler = Scheduler(self.memory, limits)
 
@@ -119,24 +121,40 @@ class Steps:
             self._decode(group)
 
     def _groups(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Requests that decode in one pass: all over pages, and each with a cache of its own."""
-        lone = [n for n in numbers if isinstance(self.tickets[n].member, CachedMember)]
-        paged = [n for n in numbers if n not in lone]
-        return [*([paged] if paged else []), *([n] for n in lone)]
+        """Requests that decode in one pass: all over pages, all over caches of their own, and each that cannot."""
+        paged: list[int] = []
+        cached: list[int] = []
+        lone: list[int] = []
+        for number in numbers:
+            member = self.tickets[number].member
+            kind = paged if not isinstance(member, CachedMember) else cached if member.together else lone
+            kind.append(number)
+        return [group for group in (paged, cached, *([n] for n in lone)) if group]
 
     def _decode(self, numbers: Sequence[int]) -> None:
         """A token of each."""
         members = [self.tickets[n].member for n in numbers]
         try:
-            first = members[0]
-            logits = first.step()[None] if isinstance(first, CachedMember) else self.batch.step(members)
+            logits, failed = self._logits(members)
             tokens = draw_all([m.sampler for m in members], logits)
         except Exception as e:
             for number in numbers:
                 self.fail(number, e)
             return
         for i, (number, token) in enumerate(zip(numbers, tokens, strict=True)):
-            self._push(number, token, logits[i])
+            if i in failed:
+                self.fail(number, failed[i])
+            else:
+                self._push(number, token, logits[i])
+
+    def _logits(self, members: Sequence[Member]) -> tuple[torch.Tensor, dict[int, Exception]]:
+        """Behind the newest token of each of a group, and which of them failed alone."""
+        cached = [m for m in members if isinstance(m, CachedMember)]
+        if not cached:
+            return self.batch.step(members), {}
+        if not cached[0].together:
+            return cached[0].step()[None], {}
+        return self.cached.step(cached)
 
     def _part(self, number: int) -> None:
         ticket = self.tickets.get(number)
@@ -187,7 +205,7 @@ class Steps:
         ticket = self.tickets[number]
         ticket.member.restart()
         with self.lock:
-            again = self.scheduler.restart(number, ticket.member.placing.parts(self.reuse.store))
+            again = self.scheduler.restart(number, ticket.member.left)
         if not again:
             self.tickets.pop(number)
             self._tell(ticket, Failed(error))

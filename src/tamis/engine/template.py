@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from tamis.core.errors import InvalidInput
 from tamis.prompt.segments import Kind, Prompt
 
 SYSTEM = (
@@ -50,7 +51,12 @@ class Template:
         return tuple(self.encode(f"{head}{text.strip()}\n\n"))
 
     def question_tokens(self, question: str, history: Sequence[Turn] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(history tokens, question tokens). The question's go on until the model is to answer."""
+        """(history tokens, question tokens). The question's go on until the model is to answer.
+
+        Raises InvalidInput for a question that is no text.
+        """
+        if not isinstance(question, str):
+            raise InvalidInput(f"question is {question!r}; give a text.")
         earlier = "".join(f"Question: {t.question}\nAnswer: {t.answer}\n\n" for t in history)
         _, after = self._frame(f"Question: {question.strip()}")
         return tuple(self.encode(earlier)), tuple(self.encode(after))

@@ -152,6 +152,8 @@ class Forecast:
         """The forecast of `folder` on the CPU, for whatever model it is. Raises what `load` does, but StoreMismatch."""
         from safetensors import SafetensorError, safe_open
 
+        if not isinstance(folder, str | os.PathLike):
+            raise InvalidInput(f"forecast is {folder!r}; give the folder that `tamis train forecast` wrote.")
         path = Path(folder).expanduser() / FILE
         if not path.is_file():
             raise ModelNotFound(f"no forecast at {folder}: there is no {FILE}. {AGAIN[0].upper()}{AGAIN[1:]}.")

@@ -15,6 +15,7 @@ from tamis.core.errors import InvalidInput
 from tamis.kernels.blocks import COARSE, BlockRule
 
 TASK = 2  # numbers of a copy: block of the host, slot of the device
+NEVER = -(1 << 30)
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class PoolLayer:
     held, used [R, S]  the block in a slot (-1: none) and when it was wanted last (-1: never), counted by stamp [R]
     place   [R, W] the slot of each wanted block, -1 for none;  order [R, S] room for what finds it
     tasks   [R * W, 2] copies to be made, `count` [1] of them in no order
+    last    [R, N] position of the token that read a block last, NEVER if none; None where the rule does not stick
     """
 
     rule: BlockRule
@@ -103,9 +105,10 @@ class PoolLayer:
     order: torch.Tensor
     tasks: torch.Tensor
     count: torch.Tensor
+    last: torch.Tensor | None = None
 
     def forget(self) -> None:
-        """Take nothing for granted: every block wanted next is copied again."""
+        """Take nothing for granted: every block wanted next is copied again. What was read last stays known."""
         for t in (self.held, self.used):
             t.fill_(-1)
 
@@ -140,11 +143,12 @@ class BlockPool:
         held, used, order = (numbers(rows, room.slots) for _ in range(3))
         place = numbers(rows, room.width)
         stamp, tasks = numbers(rows), numbers(rows * room.width, TASK)
+        self.last = None if not rule.stick else numbers(rows, room.n_blocks).fill_(NEVER)
         self.layers = [
             PoolLayer(
                 rule, room.kv_heads, self.host, regions.view(n, rows)[i], self.slots[i], self.tail[i], self.ring[i],
                 self.pooled[i], None if self.wide is None else self.wide[i], held[i], used[i], stamp[i], place[i],
-                order[i], tasks[i], self.counts[i : i + 1],
+                order[i], tasks[i], self.counts[i : i + 1], None if self.last is None else self.last[i],
             )
             for i in range(n)
         ]  # fmt: skip

@@ -22,6 +22,9 @@ class BlockRule:
     block   tokens of a block
     window, stride   tokens of a pooled key, and between the first tokens of two
     dense_tokens   contexts up to so many tokens are read in full
+    stick, recent  a decode step counts a block as better by `stick` standard deviations of the scores of the blocks it
+            may choose from, if one of the `recent` tokens before it read the block: fewer blocks move from the host.
+            0: not at all. What was read decides, not what a device holds, so the choice is the same wherever blocks lie
     """
 
     top: int = 96
@@ -31,10 +34,13 @@ class BlockRule:
     window: int = 32
     stride: int = 16
     dense_tokens: int = 8192
+    stick: float = 0.0
+    recent: int = 4
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, least in (("top", 1), ("first", 0), ("local", 0), ("block", 1), ("stride", 1), ("dense_tokens", 0)):
+        for name, least in (("top", 1), ("first", 0), ("local", 0), ("block", 1), ("stride", 1), ("dense_tokens", 0),
+                            ("stick", 0), ("recent", 1)):  # fmt: skip
             if getattr(self, name) < least:
                 raise InvalidInput(f"{name} is {getattr(self, name)}; give {least} or more.")
         if self.window < self.stride or self.window % self.stride or self.block % self.stride:

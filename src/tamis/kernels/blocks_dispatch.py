@@ -16,7 +16,7 @@ from tamis.core.registry import Registry
 from tamis.kernels.choice import chosen, no_triton
 
 MOST_GROUP = 64  # query heads of a KV head: rows of a program's products
-ENGINE_BYTES = 28 << 10  # of a block, from which on the copy engine keeps up
+ENGINE_BYTES = 256 << 10  # of a block, from which on the copy engine keeps up: it takes 4.7 us for each, however small
 BLOCK_STEPS = Registry("block kernel")
 
 
@@ -32,12 +32,17 @@ def block_steps(like: torch.Tensor, group: int = 1, *, kernel: str = "auto") -> 
     return module()
 
 
+def why_not(like: torch.Tensor, group: int = 1) -> str | None:
+    """Why no kernel runs the steps of such tensors (see `block_steps`) but plain PyTorch does; None: one can."""
+    return _triton_refuses(like, group)
+
+
 def copied_by(block_bytes: int, *, captured: bool) -> str:
     """What moves missing blocks: "kernel", or "engine" for the copy engine.
 
     Inside a graph only the kernel can read on the device how many there are. Outside, the engine takes no
-    multiprocessor, but needs blocks of ENGINE_BYTES to be as fast (vLLM's pull request 42212 saw 40 to 52 GB/s from
-    28 KB on and 5 to 7 below; `tamis bench offload` measures both).
+    multiprocessor, but needs blocks of ENGINE_BYTES to be as fast: on an H200 `tamis bench offload` saw 7 GB/s at 32 KB
+    and 14 at 64 KB, where the kernel has 50.
     """
     return "engine" if not captured and block_bytes >= ENGINE_BYTES else "kernel"
 

@@ -184,11 +184,11 @@ def _triton_refuses(q: torch.Tensor, arena: Arena) -> str | None:
 
 
 def _nvrtc_refuses(q: torch.Tensor, arena: Arena) -> str | None:
-    if why := _triton_refuses(q, arena):
-        return why
     layout = arena.layout
     if q.device.type != "cuda" or torch.version.hip or not hasattr(torch.cuda, "_compile_kernel"):
         return f"PyTorch compiles it for an NVIDIA GPU; the tensors are on {q.device}, torch is {torch.__version__}"
+    if why := _triton_refuses(q, arena):
+        return why
     if (sm := torch.cuda.get_device_capability(q.device)) < (9, 0):
         return f"the GPU is sm_{sm[0]}{sm[1]}, and clusters of programs need sm_90"
     if q.dtype != torch.bfloat16 or (layout.head_dim, layout.scale_channels) != (128, 32):

@@ -52,14 +52,15 @@ def take_step(optimiser: torch.optim.Optimizer, parameters: Sequence[torch.nn.Pa
     return finite
 
 
-def _check_goes_on(state: State) -> None:
+def _check_goes_on(state: State, steps: int) -> None:
     last = state.history[-1:]
     if last and last[0].skipped:
         log.warning("step %d had no finite gradient (loss %g) and was left out.", last[0].step, last[0].loss)
     recent = state.history[-MOST_SKIPPED:]
-    if len(recent) == MOST_SKIPPED and all(point.skipped for point in recent):
+    # a run of fewer steps, all of them left out, has learnt nothing either
+    if (len(recent) == MOST_SKIPPED or state.step == steps) and all(point.skipped for point in recent):
         raise Diverged(
-            f"{MOST_SKIPPED} steps in a row, up to step {state.step}, had no finite gradient; what was learnt before "
+            f"{len(recent)} steps in a row, up to step {state.step}, had no finite gradient; what was learnt before "
             "them is kept. Lower --lr, give --dtype float32, or fewer --tokens, and another --out."
         )
 
@@ -68,7 +69,7 @@ def make_steps(learner: Learner, state: State, *, end: float | None, check_s: fl
     """Optimiser steps until all are made (False) or the next would end too late (True).
 
     end: when everything must be over, in `time.monotonic()`; check_s: what the check after the last step takes.
-    Raises Diverged after `MOST_SKIPPED` steps in a row without a finite gradient.
+    Raises Diverged after `MOST_SKIPPED` steps in a row without a finite gradient, or where not one of fewer had one.
     """
     s, before_s = learner.settings, state.elapsed_s
     begin = saved = time.monotonic()
@@ -80,7 +81,7 @@ def make_steps(learner: Learner, state: State, *, end: float | None, check_s: fl
                 return True
             spent = 0.0 if end is None else (before_s + now - begin) / (before_s + end - begin)
             learner.step(state, s.rate(max(state.step / s.steps, spent)))
-            _check_goes_on(state)
+            _check_goes_on(state, s.steps)
             longest = max(longest, time.monotonic() - now)
             state.elapsed_s = before_s + time.monotonic() - begin
             if state.step % s.save_every == 0 or time.monotonic() - saved > SAVE_S:

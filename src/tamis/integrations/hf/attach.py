@@ -81,6 +81,12 @@ class Attached:
         measure_recall: bool,
         forecast: Forecast | None = None,
     ) -> None:
+        if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+            raise InvalidInput(
+                f"model is a {type(model).__name__}; give a transformers model, as from_pretrained does."
+            )
+        if isinstance(documents, str):
+            raise InvalidInput("documents is one text; give a list of documents: [text].")
         geometry(model.config)
         attention_layers(model)
         self.model, self.policy = model, policy

@@ -94,6 +94,17 @@ def best_blocks(scores: torch.Tensor, positions: torch.Tensor, rule: BlockRule) 
     return order.masked_fill(value == -math.inf, -1)[..., : rule.chosen]
 
 
+def sticking(scores: torch.Tensor, free: torch.Tensor, recent: torch.Tensor, stick: float) -> torch.Tensor:
+    """Scores [.., N] with those of `recent` blocks better by `stick` standard deviations of the `free` ones' scores.
+
+    free and recent are bool [.., N]; free ones have finite scores. Rows without any stay as they are.
+    """
+    count = free.sum(-1, keepdim=True).clamp(min=1)
+    mean = scores.masked_fill(~free, 0).sum(-1, keepdim=True) / count
+    spread = ((scores - mean).masked_fill(~free, 0).square().sum(-1, keepdim=True) / count).sqrt()
+    return torch.where(free & recent, scores + stick * spread, scores)
+
+
 def select_blocks(scores: torch.Tensor, positions: torch.Tensor, rule: BlockRule) -> torch.Tensor:
     """bool [H, Q, N]: the blocks that each row of each KV head reads, forced ones and the best others."""
     n_blocks = scores.shape[-1]

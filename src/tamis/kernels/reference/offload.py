@@ -17,6 +17,7 @@ from tamis.kernels.reference.blocks import (
     own_scores,
     raw_scores,
     select_blocks,
+    sticking,
 )
 
 
@@ -79,15 +80,27 @@ def scores(
     return torch.cat(rows)
 
 
-def select(values: torch.Tensor, positions: torch.Tensor, rule: BlockRule, out: torch.Tensor) -> torch.Tensor:
+def select(
+    values: torch.Tensor, positions: torch.Tensor, rule: BlockRule, out: torch.Tensor, last: torch.Tensor | None = None
+) -> torch.Tensor:
     """Numbers of the blocks that each row reads beside its own: values [R, N] → int32 [R, W] in `out`, ascending, -1
-    behind the last. positions [B], R / B rows of each."""
+    behind the last. positions [B], R / B rows of each.
+
+    last: int32 [R, N], the position of the token that read each block last; noted anew. Without it no rule sticks.
+    """
     per = values.shape[0] // len(positions)
+    if last is not None and rule.stick:
+        at = positions.repeat_interleave(per)[:, None]
+        block, own = torch.arange(values.shape[1], device=values.device), at // rule.block
+        free = (block >= rule.first) & (block < own - rule.local) & (values > -math.inf)
+        values = sticking(values, free, last >= at - rule.recent, rule.stick)
     for b in range(len(positions)):
         rows, at = slice(b * per, (b + 1) * per), positions[b : b + 1].long()
         chosen = select_blocks(values[rows, None], at, rule)
         chosen[:, :, int(at) // rule.block :] = False
         out[rows] = block_numbers(chosen, out.shape[1])[:, 0]
+        if last is not None and rule.stick:
+            last[rows] = last[rows].masked_fill(chosen[:, 0], int(at))
     return out
 
 

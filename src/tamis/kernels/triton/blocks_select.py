@@ -4,6 +4,8 @@ A score becomes an int32 that rises with it. The k-th largest is built bit by bi
 the row, which a program holds in registers; it stops early where a threshold has exactly k at or above it. Nothing
 waits for the host, and the places of the output are fixed.
 
+A rule that sticks raises the scores of blocks that were read of late, by the spread of the row's scores, before that.
+
 Alphabet: N blocks of a row, BN the same padded, W places of its output, K blocks taken by score.
 """
 
@@ -18,34 +20,46 @@ from tamis.kernels.blocks import BlockRule
 ROWS_OF_ONE_WARP = 4096  # from so many rows on a warp each is fastest: no program waits for another
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K", "W", "start"])
 def select_kernel(
     values,
     positions,
     out,
+    last,
+    stick,
     N,
     W,
+    K,
     per,
     start,
     Q,
+    recent,
     FIRST: tl.constexpr,
     LOCAL: tl.constexpr,
     BLOCK: tl.constexpr,
-    K: tl.constexpr,
     BN: tl.constexpr,
     OWN: tl.constexpr,
+    STICK: tl.constexpr,
 ):
     """OWN: the row's own block is written too, and rows stand at start + row % Q; else positions[row // per] says."""
     LOWEST: tl.constexpr = -2147483648
     row = tl.program_id(0)
     if OWN:
-        own = (start + row % Q) // BLOCK
+        at = start + row % Q
     else:
-        own = tl.load(positions + row // per).to(tl.int32) // BLOCK
+        at = tl.load(positions + row // per).to(tl.int32)
+    own = at // BLOCK
     n = tl.arange(0, BN)
     x = tl.load(values + row.to(tl.int64) * N + n, mask=n < N, other=float("-inf"))
     forced = (n < N) & (n <= own) & ((n < FIRST) | (n >= own - LOCAL))
     free = (n < N) & (n <= own) & (x > float("-inf")) & (forced == 0)
+    if STICK:
+        p_last = last + row.to(tl.int64) * N + n
+        late = tl.load(p_last, mask=n < N, other=0) >= at - recent
+        some = tl.maximum(tl.sum(free.to(tl.int32), 0), 1).to(tl.float32)
+        mean = tl.sum(tl.where(free, x, 0.0), 0) / some
+        off = tl.where(free, x - mean, 0.0)
+        x = tl.where(free & late, x + stick * tl.sqrt(tl.sum(off * off, 0) / some), x)
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 counts as 0
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     key = tl.where(free, key, LOWEST)  # no real score is so low
@@ -64,6 +78,8 @@ def select_kernel(
     taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= need)) | forced
     if not OWN:
         taken = taken & (n < own)
+    if STICK:
+        tl.store(p_last, tl.zeros([BN], tl.int32) + at, mask=taken)
     place = tl.cumsum(taken.to(tl.int32), 0) - 1
     to = out + row.to(tl.int64) * W
     tl.store(to + place, n.to(tl.int32), mask=taken & (place < W))
@@ -72,21 +88,31 @@ def select_kernel(
 
 
 def _launch(
-    values: torch.Tensor, positions: torch.Tensor, rule: BlockRule, out: torch.Tensor, *, own: bool, start: int = 0
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    rule: BlockRule,
+    out: torch.Tensor,
+    *,
+    own: bool,
+    start: int = 0,
+    last: torch.Tensor | None = None,
 ) -> None:
     rows, n = values.shape
     padded = triton.next_power_of_2(max(n, out.shape[1], 16))
     many = rows >= ROWS_OF_ONE_WARP and padded <= 2048
     select_kernel[(rows,)](
-        values, positions, out, n, out.shape[1], max(1, rows // len(positions)), start, len(positions) if own else 1,
-        FIRST=rule.first, LOCAL=rule.local, BLOCK=rule.block, K=rule.chosen, BN=padded, OWN=own,
-        num_warps=1 if many else 4,
+        values, positions, out, out if last is None else last, rule.stick, n, out.shape[1], rule.chosen,
+        max(1, rows // len(positions)), start, len(positions) if own else 1, rule.recent,
+        FIRST=rule.first, LOCAL=rule.local, BLOCK=rule.block, BN=padded, OWN=own,
+        STICK=last is not None and rule.stick > 0, num_warps=1 if many else 4,
     )  # fmt: skip
 
 
-def select(values: torch.Tensor, positions: torch.Tensor, rule: BlockRule, out: torch.Tensor) -> torch.Tensor:
+def select(
+    values: torch.Tensor, positions: torch.Tensor, rule: BlockRule, out: torch.Tensor, last: torch.Tensor | None = None
+) -> torch.Tensor:
     """See `kernels.reference.offload.select`."""
-    _launch(values, positions, rule, out, own=False)
+    _launch(values, positions, rule, out, own=False, last=last)
     return out
 
 

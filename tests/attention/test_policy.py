@@ -45,6 +45,7 @@ class TestPolicy:
             ({"decode": "forecast", "prefill": "reuse"}, "in pages, which decode='forecast' .* does not read"),
             ({"offload": "host", "prefill": "prefix"}, "in pages, which decode='dense' with offload='host' does not"),
             ({"decode_local": -1}, "decode_local is -1; give 0 or more"),
+            ({"decode_stick": -0.5}, "decode_stick is -0.5; give 0"),
             ({"offload_slots": 0}, "offload_slots is 0; give 1 or more"),
             ({"offload_slots": 4}, "slots are used by offload='host' with decode='blocks'"),
             ({"offload_slots": 4, "offload": "host"}, "slots are used by offload='host' with decode='blocks'"),

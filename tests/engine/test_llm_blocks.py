@@ -91,6 +91,16 @@ def test_two_requests_in_turns(with_forecast: Callable[..., LLM]) -> None:
 
 
 class TestOffload:
+    def test_sticking_moves_fewer_blocks_and_the_same_bits_wherever_they_lie(
+        self, with_forecast: Callable[..., LLM]
+    ) -> None:
+        llm, prompt = with_forecast("qwen3"), drawn(1400)
+        few = {**FEW, "decode": "blocks", "decode_budget": 0.3, "offload": "host"}
+        loose, calm = (tokens(llm, prompt, 60, decode_stick=stick, **few)[1].blocks for stick in (0.0, 2.0))
+        assert loose is not None and calm is not None and calm.moved_bytes < loose.moved_bytes
+        resident = few | {"offload": "none", "decode_stick": 2.0}
+        assert torch.equal(logits(llm, prompt, 60, **resident), logits(llm, prompt, 60, decode_stick=2.0, **few))
+
     @pytest.mark.parametrize("decode", ["blocks", "forecast"])
     def test_from_the_host_as_resident(
         self, with_forecast: Callable[..., LLM], decode: str, monkeypatch: pytest.MonkeyPatch

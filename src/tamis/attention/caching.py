@@ -79,6 +79,7 @@ class Caching:
         """The forecast's own, or MiniCPM4.1's, with what the policy says of it."""
         forecast = self._forecast if policy.decode == "forecast" else None
         rule = BlockRule() if forecast is None else forecast.forecast.info.rule
+        rule = replace(rule, stick=policy.decode_stick)
         if policy.decode_local is None:
             return rule
         top = max(rule.top, rule.first + policy.decode_local + 1)

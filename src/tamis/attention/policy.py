@@ -50,7 +50,7 @@ class Policy:
     decode_local "blocks", "forecast", prefill "blocks": blocks before a token's own that it reads in any case; None:
                  32, as in MiniCPM4.1, or what the forecast was trained for
     decode_stick "blocks", "forecast": a block that a recent step read counts as better by so many standard
-                 deviations of the scores; 0.25 copies up to a third fewer blocks from the host, and names a little fewer of the best
+                 deviations of the scores; 0.25 copies up to a third fewer blocks from the host, for a few of the best
     prefill_blocks   prefill "blocks": blocks that a token reads, forced ones among them; prompts whose tokens read
                  everything anyway are prefilled dense, unless `min_tokens` says otherwise
     offload      "host": keys and values lie in host memory, and the device holds slots for the blocks that steps read;

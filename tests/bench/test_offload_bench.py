@@ -222,3 +222,19 @@ class TestSteps:
         made = Timed("forecast", [5.0, 7.0, 4.0, 12.0], found_all=[5.0, 5.0, 6.0], copies=4.0)
         assert made.hidden == [1.0, 0.5, 1.0, 0.0]
         assert Timed("forecast", [5.0], found_all=[4.0]).hidden == [1.0]
+
+
+@pytest.mark.parametrize("made", ["offload", "decode"])
+def test_weights_larger_than_the_machine_are_refused_before_they_are_made(
+    made: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tamis.bench import machine
+    from tamis.bench.decode_token import Layers
+    from tamis.bench.offload_step import Weights
+    from tamis.bench.shapes import shape_of
+    from tamis.core.errors import Unavailable
+
+    monkeypatch.setattr(machine.os, "sysconf", lambda name: 1 << 10)  # a megabyte
+    kind = Weights if made == "offload" else Layers
+    with pytest.raises(Unavailable, match="2 layers' weights takes 5 GB and this machine has 0 GB"):
+        kind(shape_of("qwen2.5-14b"), 2, torch.device("cpu"), torch.float32)

@@ -100,6 +100,8 @@ class TestOffload:
         assert loose is not None and calm is not None and calm.moved_bytes < loose.moved_bytes
         resident = few | {"offload": "none", "decode_stick": 2.0}
         assert torch.equal(logits(llm, prompt, 60, **resident), logits(llm, prompt, 60, decode_stick=2.0, **few))
+        # next to no preference changes no choice: what is added to the best ones' scores is all that differs
+        assert torch.equal(logits(llm, prompt, 60, decode_stick=1e-9, **few), logits(llm, prompt, 60, **few))
 
     @pytest.mark.parametrize("decode", ["blocks", "forecast"])
     def test_from_the_host_as_resident(

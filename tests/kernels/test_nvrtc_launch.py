@@ -34,7 +34,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
-    monkeypatch.setattr(launch, "_driver", lambda: made)
+    monkeypatch.setattr(launch, "libcuda", lambda: made)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0xABC))
     return made
 

@@ -329,9 +329,10 @@ class TestGpuMore:
 
     def test_a_graph_of_two_streams_is_the_step_without_one(self):
         """All providers; lists and positions change between replays, and every step's logits are compared."""
+        from tamis.bench.clock import graphed
         from tamis.bench.locality import Locality
         from tamis.bench.offload_cell import Cell, CellPlan
-        from tamis.bench.offload_step import PROVIDERS, Weights, graphed
+        from tamis.bench.offload_step import PROVIDERS, Weights
         from tamis.bench.shapes import Shape
         from tamis.kernels.triton import blocks
 
@@ -358,7 +359,7 @@ class TestGpuMore:
                 def run(step=step, made=made):
                     made[:] = [step.run()]
 
-                replay = graphed(run, torch.device("cuda")) if kind == "graph" else run
+                replay = graphed(run, warm=1) if kind == "graph" else run
                 cell.pool.host.copy_(whole)
                 for n, t in start.items():
                     getattr(cell.pool, n).copy_(t)

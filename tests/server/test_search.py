@@ -77,6 +77,23 @@ class TestPut:
             mine.put("/v1/documents/twin", json={"text": "The radio is old."}).raise_for_status()
             assert [hit["id"] for hit in search(mine, "radio")] == ["again"]
 
+    def test_owners_with_as_many_documents_each_find_their_own(
+        self, serve: Callable[..., Live], tmp_path: Path
+    ) -> None:
+        """Word counts are kept by owner and number of changes: with the same number only the owner tells them apart."""
+        from tamis.server.keys import KeyRing, new_key
+
+        a, b = (new_key(tmp_path / "keys", name) for name in ("a", "b"))
+        running = serve(keys=KeyRing.read(tmp_path / "keys"))
+        with running.http(a) as mine, running.http(b) as other:
+            mine.put("/v1/documents/fog", json={"text": TEXTS["fog"][1]}).raise_for_status()
+            other.put("/v1/documents/boat", json={"text": TEXTS["boat"][1]}).raise_for_status()
+            for _ in range(2):
+                assert [hit["id"] for hit in search(mine, "radio channel")] == ["fog"]
+                assert search(other, "radio channel") == []
+                assert [hit["id"] for hit in search(other, "supply boat")] == ["boat"]
+                assert search(mine, "supply boat") == []
+
     @pytest.mark.parametrize(
         ("body", "param"),
         [

@@ -168,8 +168,7 @@ class BlockDecoding:
             isinstance(self.choose, FusedChoice) or (isinstance(self.choose, OwnChoice) and not self.choose.coarse)
         ):
             return False
-        like = blocks.tail if isinstance(blocks, LayerBlocks) else blocks.store
-        return like.dtype == keys.pooled.dtype and why_not(like, self.how.group) is None
+        return blocks.memory.dtype == keys.pooled.dtype and why_not(keys.pooled, self.how.group) is None
 
     def _end(self) -> None:
         if self.state.kernels is not None:
@@ -275,8 +274,8 @@ class BlockDecoding:
 
     def _heads(self) -> tuple[int, int]:
         held = self.layers[0].blocks
-        store = held.host if isinstance(held, LayerBlocks) else held.store if held is not None else torch.zeros(0, 0)
-        return store.shape[0], store.shape[-1]
+        assert held is not None, "the caller looked"
+        return held.memory.shape[0], held.memory.shape[-1]
 
     def _rounds(self) -> bool:
         keys = self.layers[0].pooled

@@ -29,14 +29,13 @@ class KernelSteps:
 
     def __init__(self, layers: Sequence[BlockLayer], queues: Queues, *, group: int) -> None:
         self.layers, self.queues = list(layers), queues
-        first, blocks = layers[0], layers[0].blocks
-        assert blocks is not None, "a step comes behind a prompt"
-        tail = (blocks.tail if isinstance(blocks, LayerBlocks) else blocks.store)[:1]
-        positions = torch.zeros(first.batch, dtype=torch.int32, device=tail.device)
-        heads = (blocks.tail if isinstance(blocks, LayerBlocks) else blocks.store).shape[0] // first.batch
-        self._shared = Shared(block_steps(tail, group), positions, heads)
-        self._count = torch.zeros(len(layers), dtype=torch.int32, device=tail.device)
-        self._totals = torch.zeros((len(layers), 2), dtype=torch.int64, device=tail.device)
+        first = layers[0]
+        assert first.pooled is not None, "a step comes behind a prompt"
+        keys = first.pooled.pooled
+        positions = torch.zeros(first.batch, dtype=torch.int32, device=keys.device)
+        self._shared = Shared(block_steps(keys, group), positions, keys.shape[0] // first.batch)
+        self._count = torch.zeros(len(layers), dtype=torch.int32, device=keys.device)
+        self._totals = torch.zeros((len(layers), 2), dtype=torch.int64, device=keys.device)
         for total, layer in zip(self._totals, layers, strict=True):
             if isinstance(layer.blocks, LayerBlocks):
                 total.copy_(layer.blocks.counts)

@@ -1,10 +1,11 @@
-"""Device time of the parts of a forward pass, read once at the end so that nothing waits in between."""
+"""Time of a call and of the parts of a forward pass, read once at the end so that nothing waits in between; and calls
+as CUDA graphs."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,3 +60,36 @@ class Clock:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+
+def launched(run: Callable[[], Any], cuda: bool) -> Callable[[], float]:
+    """Call `run`, and give what says later how many seconds it took; on a GPU that waits for its end alone."""
+    clock = Clock(cuda)
+    with clock.part(""):
+        run()
+    (marks,) = clock.spans[""]
+
+    def seconds() -> float:
+        begin, end = marks
+        if not cuda:
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    return seconds
+
+
+def graphed(run: Callable[[], Any], *, calls: int = 1, warm: int = 2) -> Callable[[], Any]:
+    """What replays a CUDA graph of so many calls. It is called `warm` times before, so that kernels are compiled."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    return graph.replay

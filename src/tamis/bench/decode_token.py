@@ -15,6 +15,7 @@ import torch
 
 from tamis.bench.dense import Attention
 from tamis.bench.fuse import add_norm, rms_norm, swiglu
+from tamis.bench.machine import check_memory
 from tamis.bench.shapes import Shape
 from tamis.core.errors import InvalidInput
 from tamis.kernels.selfindex import Layout
@@ -64,6 +65,10 @@ class Layers:
             raise InvalidInput(f"a shape with {shape.experts} experts; whole decode steps are timed on dense ones.")
         self.shape, self.layers, self.pieces = shape, layers, Pieces.on(device)
         inner, wide = shape.heads * shape.head_dim, (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+
+        each = wide * shape.hidden + shape.hidden * inner + 3 * shape.intermediate * shape.hidden
+        n_bytes = (layers * each + shape.vocabulary * shape.hidden) * dtype.itemsize
+        check_memory(n_bytes, device, f"{layers} layers' weights")
 
         def weight(rows: int, columns: int) -> torch.Tensor:
             return torch.empty(layers, rows, columns, dtype=dtype, device=device).normal_(std=0.02)

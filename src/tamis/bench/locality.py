@@ -6,10 +6,8 @@ tokens that follow each other in a real text are kept as shares, and a replay ma
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +16,7 @@ import torch
 
 from tamis.cache.slots import SlotMap
 from tamis.core.errors import InvalidInput, NothingFound
+from tamis.core.files import write_whole
 from tamis.forecast.recall import recall
 from tamis.kernels.block_pool import NEVER
 from tamis.kernels.blocks import BlockRule
@@ -196,32 +195,37 @@ def _misses(choices: list[torch.Tensor], at: torch.Tensor, rule: BlockRule, slot
 def save(found: list[Locality], path: str, *, how: str) -> None:
     """Write as JSON, by a temporary file, so that a crash leaves the old one."""
     text = json.dumps({"how": how, "recorded": [asdict(one) for one in found]}, indent=1)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    beside.write_text(text + "\n", encoding="utf-8")
-    beside.replace(target)
+    write_whole(Path(path), text + "\n")
 
 
 def load(path: str, provider: str = "own") -> Locality:
     """What `save` wrote of one provider. Raises NothingFound where it is not there."""
-    if not Path(path).is_file():
-        raise NothingFound(f"{path} is not there; `tamis bench record-locality` makes one.")
-    for one in json.loads(Path(path).read_text(encoding="utf-8"))["recorded"]:
-        if one["provider"] == provider:
-            rule = BlockRule(**one.pop("rule"))
-            return Locality(**{**one, "kept": tuple(one["kept"])}, rule=rule)
-    raise NothingFound(f"{path} has nothing of {provider!r}; record it with a forecast.")
+    return _of(_recorded(path), provider, path)
 
 
 def load_all(path: str) -> dict[str, Locality]:
     """By what chooses, "own" and "forecast": the latter as the former where a file has no forecast. With "-stick"
     behind them where the file has that."""
-    found = {"own": load(path)}
-    for name in ("forecast", f"own{STICK}", f"forecast{STICK}"):
-        with contextlib.suppress(NothingFound):
-            found[name] = load(path, name)
-    return {"forecast": found["own"]} | found
+    found = _recorded(path)
+    own = _of(found, "own", path)
+    names = ("own", "forecast", f"own{STICK}", f"forecast{STICK}")
+    return {"forecast": own} | {name: found[name] for name in names if name in found}
+
+
+def _recorded(path: str) -> dict[str, Locality]:
+    if not Path(path).is_file():
+        raise NothingFound(f"{path} is not there; `tamis bench record-locality` makes one.")
+    recorded = json.loads(Path(path).read_text(encoding="utf-8"))["recorded"]
+    return {
+        one["provider"]: Locality(**{**one, "kept": tuple(one["kept"]), "rule": BlockRule(**one["rule"])})
+        for one in recorded
+    }
+
+
+def _of(found: dict[str, Locality], provider: str, path: str) -> Locality:
+    if provider not in found:
+        raise NothingFound(f"{path} has nothing of {provider!r}; record it with a forecast.")
+    return found[provider]
 
 
 def replay(

@@ -71,6 +71,19 @@ def describe_machine() -> Machine:
     )
 
 
+def check_memory(n_bytes: int, device: torch.device, what: str) -> None:
+    """Raises Unavailable for what is larger than the machine's memory: a CPU's process would be killed for it. A GPU
+    says by itself that it has no more."""
+    if device.type == "cuda":
+        return
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if n_bytes > there:
+        raise Unavailable(
+            f"{what} takes {n_bytes / 1e9:.0f} GB and this machine has {there / 1e9:.0f} GB. Give --shape tiny, or use "
+            "a GPU."
+        )
+
+
 def device_of(name: str | None) -> torch.device:
     """The device to measure on: the GPU where there is one, or that which is named ("cpu", "cuda", "cuda:1").
 

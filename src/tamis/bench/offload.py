@@ -31,6 +31,7 @@ from tamis.bench.offload_step import PROVIDERS, Weights
 from tamis.bench.results import Case, Row
 from tamis.bench.shapes import shape_of
 from tamis.core.errors import InvalidInput, TamisError
+from tamis.core.files import write_whole
 from tamis.kernels.block_pool import PoolRoom
 from tamis.kernels.blocks import BlockRule
 from tamis.kernels.blocks_dispatch import block_steps
@@ -103,6 +104,7 @@ class _Bench:
         like = torch.empty(0, self.shape.head_dim, dtype=self.dtype, device=self.device)
         self.ops = block_steps(like, self.shape.heads // self.shape.kv_heads, kernel=plan.kernel)
         self.layers = self.shape.layers if plan.layers is None else min(plan.layers, self.shape.layers)
+        self.whole = self.shape.layers / self.layers  # what a number of those that are built is taken times for all
 
     @functools.cached_property
     def host(self) -> torch.Tensor:
@@ -129,7 +131,7 @@ class _Bench:
             return self.plan.kv_cap_gb * 1e9
         if not self.cuda:
             return self.host_gb * 1e9
-        return CARD - MARGIN - self.weights.nbytes * self.shape.layers / self.layers
+        return CARD - MARGIN - self.weights.nbytes * self.whole
 
     def tried(self, name: str, measure: Callable[[Case], None]) -> None:
         """Measure a case; whatever it raises is the reason why it is left out, but for what the plan has wrong."""
@@ -145,7 +147,7 @@ class _Bench:
             self.cases.append(case)
             self._keep(case.rows)
             for row in case.rows:
-                self.note(f"{case.name} {row.provider} {row.metric}: {row.p50:.4g} {row.unit}")
+                self.note(f"{row.case} {row.provider} {row.metric}: {row.p50:.4g} {row.unit}")
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
@@ -166,7 +168,7 @@ class _Bench:
         self._scaled(case, "dense-resident", seconds, batch)
         case.add("dense-resident", "batch", [float(batch)], "1")
         case.notes.append(f"dense-resident: {name}, batch {batch}, {n} layers' own caches")
-        self.resident.setdefault(tokens, {})["dense"] = batch / median(seconds) * self.layers / self.shape.layers
+        self.resident.setdefault(tokens, {})["dense"] = batch / median(seconds) / self.whole
 
     def sparse_resident(self, tokens: int, locality: dict[str, Locality], case: Case) -> None:
         """The same selection over blocks that all lie on the device, at the largest batch that fits."""
@@ -184,7 +186,7 @@ class _Bench:
         made = cell.run("sparse-resident", resident=slots)
         self._scaled(case, "sparse-resident", made.seconds, batch)
         case.add("sparse-resident", "batch", [float(batch)], "1")
-        self.resident.setdefault(tokens, {})["sparse"] = batch / median(made.seconds) * self.layers / self.shape.layers
+        self.resident.setdefault(tokens, {})["sparse"] = batch / median(made.seconds) / self.whole
 
     def named(self, tokens: int, batch: int, slots: float) -> str:
         """The name of a cell, with all that its times depend on."""
@@ -236,18 +238,17 @@ class _Bench:
 
     def _told(self, case: Case, made: Timed, batch: int, tokens: int) -> None:
         self._scaled(case, made.provider, made.seconds, batch)
-        case.add(made.provider, "bytes_moved", [float(n) * self.shape.layers / self.layers for n in made.moved], "B")
+        case.add(made.provider, "bytes_moved", [float(n) * self.whole for n in made.moved], "B")
         case.add(made.provider, "hit_rate", [made.hit_rate], "1")
         if PROVIDERS[made.provider].prefetch:
-            whole = self.shape.layers / self.layers
             case.add(made.provider, "copy_hidden_share", made.hidden, "1")
-            case.add(made.provider, "copy_ms", [made.copies * whole * 1e3], "ms")
-            case.add(made.provider, "step_without_copies_ms", [s * whole * 1e3 for s in made.found_all], "ms")
+            case.add(made.provider, "copy_ms", [made.copies * self.whole * 1e3], "ms")
+            case.add(made.provider, "step_without_copies_ms", [s * self.whole * 1e3 for s in made.found_all], "ms")
             if made.copies > 0:
                 case.add(made.provider, "copy_gb_per_s", [median(made.moved) / made.copies / 1e9], "GB/s")
         for name, rate in self.resident.get(tokens, {}).items():
             metric = "throughput_vs_resident" if name == "dense" else "throughput_vs_sparse_resident"
-            rates = [batch / s * self.layers / self.shape.layers / rate for s in made.seconds]
+            rates = [batch / s / self.whole / rate for s in made.seconds]
             case.add(made.provider, metric, rates, "1")
 
     def dense_offload(self, tokens: int, batch: int, case: Case) -> None:
@@ -266,7 +267,7 @@ class _Bench:
         case.rows += made.rows()
 
     def _scaled(self, case: Case, provider: str, seconds: list[float], batch: int) -> None:
-        whole = [s * self.shape.layers / self.layers for s in seconds]
+        whole = [s * self.whole for s in seconds]
         case.add(provider, "tokens_per_s", [batch / s for s in whole], "1/s")
         case.add(provider, "step_ms", [s * 1e3 for s in whole], "ms")
 
@@ -282,8 +283,7 @@ class _Bench:
         path = Path(self.plan.timeline)
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         known[case.name] = {"layers": cell.timeline(stamp), "notes": case.notes}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(known) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(known) + "\n")
 
 
 def bench_offload(plan: OffloadPlan, note: Note = lambda _: None, keep: Keep = lambda _: None) -> dict[str, Any]:

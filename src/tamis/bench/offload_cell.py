@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from statistics import median
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from tamis.bench.clock import graphed, launched
 from tamis.bench.locality import Locality, replay
-from tamis.bench.offload_step import PROVIDERS, Provider, Step, Timeline, Weights, graphed
+from tamis.bench.offload_step import PROVIDERS, Provider, Step, Timeline, Weights
 from tamis.core.errors import NothingFound
 from tamis.kernels.block_pool import BlockPool, PoolRoom
 from tamis.kernels.blocks import BlockRule
@@ -57,7 +59,7 @@ class Timed:
     @property
     def hidden(self) -> list[float]:
         """Share of the copies' time that a step does not take longer for, of each step; 1 where nothing is copied."""
-        rest = sorted(self.found_all)[len(self.found_all) // 2]
+        rest = median(self.found_all)
         return [1 - min(1.0, max(0.0, s - rest) / self.copies) if self.copies > 0 else 1.0 for s in self.seconds]
 
 
@@ -121,7 +123,7 @@ class Cell:
         """Time a provider's steps, all of the lists in order."""
         provider = PROVIDERS[name]
         step = self.step(provider, resident=resident or [])
-        replayed = graphed(step.run, self.device)
+        replayed = self._graphed(step.run)
         made = Timed(name, *self._walk(step, replayed))
         if provider.resident:
             return made
@@ -137,7 +139,7 @@ class Cell:
         """Times in ns of the last step of the forecast, by layer: see `offload_step.Timeline`."""
         at = torch.zeros((self.weights.layers, 4), dtype=torch.int64, device=self.device)
         step = self.step(PROVIDERS["forecast"], timeline=Timeline(at, stamp))
-        self._walk(step, graphed(step.run, self.device))
+        self._walk(step, self._graphed(step.run))
         found: list[list[int]] = (at - at[at > 0].min()).tolist()
         return found
 
@@ -147,7 +149,7 @@ class Cell:
         timers, moved = [], []
         for wanted in self.lists_of(step.provider):
             step.wanted.copy_(wanted)
-            timers.append(self._time(replayed))
+            timers.append(launched(replayed, self._cuda))
             moved.append(self.pool.counts.sum())
         seconds = [timer() for timer in timers]
         return seconds[WARM:], [int(n) for n in moved[WARM:]]
@@ -155,36 +157,25 @@ class Cell:
     def _again(self, step: Step, replayed: Callable[[], Any]) -> list[float]:
         """Seconds of steps that want what the step before wanted: nothing is copied."""
         step.positions.fill_(self.plan.positions[-1])
-        timers = [self._time(replayed) for _ in range(4 + max(1, self.plan.rounds // 2))]
+        timers = [launched(replayed, self._cuda) for _ in range(4 + max(1, self.plan.rounds // 2))]
         return [timer() for timer in timers][4:]
 
     def _copies(self, step: Step) -> float:
         """Median seconds of a step's copies with nothing beside them: placed and copied, less placed alone."""
         found = []
         for fetch in (True, False):
-            replayed = graphed(lambda fetch=fetch: step.copies(fetch=fetch), self.device)  # type: ignore[misc]
-            seconds = sorted(self._walk(step, replayed)[0])
-            found.append(seconds[len(seconds) // 2])
+            replayed = self._graphed(functools.partial(step.copies, fetch=fetch))
+            found.append(median(self._walk(step, replayed)[0]))
         return max(0.0, found[0] - found[1])
 
     def _rewind(self, step: Step) -> None:
         self.pool.forget()
         step.positions.fill_(self.plan.positions[0])
 
-    def _time(self, run: Callable[[], Any]) -> Callable[[], float]:
-        """Run, and give what says later how long it took."""
-        if self.device.type != "cuda":
-            begin = time.perf_counter()
-            run()
-            took = time.perf_counter() - begin
-            return lambda: took
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        run()
-        end.record()
+    def _graphed(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """As one CUDA graph; on a CPU, itself."""
+        return graphed(run, warm=1) if self._cuda else run
 
-        def read() -> float:
-            end.synchronize()
-            return float(start.elapsed_time(end)) / 1e3
-
-        return read
+    @property
+    def _cuda(self) -> bool:
+        return self.device.type == "cuda"

@@ -51,8 +51,6 @@ def measure(
             found += _of_size(host, target, nbytes, programs, device)
         except Exception as e:  # whatever a launch raises; the other sizes go on
             note(f"copies of {nbytes} bytes are left out: {why_of(e)}")
-    for one in found:
-        note(f"{one.case} {one.provider}: {sorted(one.rates)[len(one.rates) // 2]:.4g} GB/s")
     return found
 
 
@@ -80,14 +78,12 @@ def _of_size(
             found.append(_timed(case, f"kernel-{DEFAULT}-ctas-{warps}-warps-{chunk * 4 >> 10}kb", run, moved, device))
     slots = target[: n * words].view(-1, 1, 1, words)
     engine = functools.partial(copy_tasks, pieces[:, None, None], slots, tasks, count)
-    found.append(_timed(case, "engine", engine, moved, device, graph=False))
+    found.append(_timed(case, "engine", engine, moved, device))
     return found
 
 
-def _timed(
-    case: str, provider: str, run: Callable[[], object], nbytes: int, device: torch.device, *, graph: bool = False
-) -> Copied:
-    seconds = timed({provider: run}, device, ROUNDS, calls=1 if graph else 0)[provider]
+def _timed(case: str, provider: str, run: Callable[[], object], nbytes: int, device: torch.device) -> Copied:
+    seconds = timed({provider: run}, device, ROUNDS, calls=0)[provider]
     return Copied(case, provider, [nbytes / s / 1e9 for s in seconds])
 
 

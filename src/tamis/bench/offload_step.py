@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 
 from tamis.bench.fuse import add_norm, rms_norm, swiglu
 from tamis.bench.locality import STICK
+from tamis.bench.machine import check_memory
 from tamis.bench.shapes import Shape
 from tamis.kernels.block_pool import NEVER, BlockPool
 from tamis.kernels.blocks import BlockRule
@@ -93,6 +94,10 @@ class Weights:
     def __init__(self, shape: Shape, layers: int, device: torch.device, dtype: torch.dtype) -> None:
         self.shape, self.layers, self.pieces = shape, layers, Pieces.on(device)
         d, inner = shape.head_dim, shape.heads * shape.head_dim
+
+        each = (shape.heads + 3 * shape.kv_heads) * d + inner + 3 * shape.intermediate
+        n_bytes = (layers * each + shape.vocabulary) * shape.hidden * dtype.itemsize
+        check_memory(n_bytes, device, f"{layers} layers' weights")
 
         def weight(rows: int, columns: int, n: int = layers) -> torch.Tensor:
             return torch.empty(n, rows, columns, dtype=dtype, device=device).normal_(std=0.02)
@@ -272,19 +277,3 @@ class Step:
     def _mark(self, layer: int, what: int) -> None:
         if self.timeline is not None:
             self.timeline.mark(layer, what)
-
-
-def graphed(run: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """A function as one CUDA graph; on a CPU, itself. It has run once before, so that kernels are compiled."""
-    if device.type != "cuda":
-        return run
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tamis.bench.clock import graphed, launched
 from tamis.bench.machine import device_of, why_of
 from tamis.bench.results import Row, quantiles
 from tamis.core.errors import InvalidInput, Unavailable
@@ -276,25 +276,13 @@ def interval(seconds: Sequence[float], others: Sequence[float]) -> tuple[float, 
 
 def _on_cpu(run: Run) -> Iterator[float]:
     while True:
-        begin = time.perf_counter()
-        run()
-        yield time.perf_counter() - begin
+        yield launched(run, cuda=False)()
 
 
 def _on_gpu(run: Run) -> Iterator[float]:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(GPU_CALLS):
-            run()
+    replay = graphed(run, calls=GPU_CALLS)
     while True:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        yield start.elapsed_time(end) / 1e3 / GPU_CALLS
+        yield launched(replay, cuda=True)() / GPU_CALLS
 
 
 @dataclass(frozen=True)

@@ -203,8 +203,7 @@ class BlockLayer(CacheLayerMixin):
 
     def _reserve(self, n_tokens: int) -> None:
         blocks, size = self.blocks, self.form.rule.block
-        held = blocks.host if isinstance(blocks, LayerBlocks) else blocks.store if blocks is not None else None
-        if blocks is None or held is None or n_tokens <= held.shape[1] * size:
+        if blocks is None or n_tokens <= blocks.memory.shape[1] * size:
             return
         capacity = max(n_tokens + ROOM, int(GROWTH * n_tokens))
         if isinstance(blocks, LayerBlocks):

@@ -17,7 +17,7 @@ from tamis.cache.pooled import Pooled
 from tamis.cache.resident import ResidentBlocks
 from tamis.core.errors import PoolFull
 from tamis.kernels.block_pool import NEVER, TASK, PoolLayer
-from tamis.kernels.blocks import COARSE, BlockRule
+from tamis.kernels.blocks import COARSE
 
 if TYPE_CHECKING:
     from tamis.cache.block_layer import BlockForm
@@ -54,7 +54,7 @@ class KernelView:
     ) -> None:
         self.form, self.blocks, self.keys, self.shared, self._count = form, blocks, keys, shared, count
         rule, n, device = form.rule, blocks.n_tokens, keys.pooled.device
-        self.host = blocks.host if isinstance(blocks, LayerBlocks) else blocks.store
+        self.host = blocks.memory
         self.rows, dim = self.host.shape[0], self.host.shape[-1]
         self._ring = keys.pooled.new_empty((self.rows, COARSE * rule.window, dim))
         known = torch.arange(n - keys.last.shape[1], n, device=device) % self._ring.shape[1]
@@ -100,10 +100,9 @@ class KernelView:
 
     def fit(self, n_tokens: int) -> None:
         """Be ready for the step over so many tokens, its own among them. The blocks have room for them."""
-        now = self.blocks.host if isinstance(self.blocks, LayerBlocks) else self.blocks.store
-        grown = now is not self.host
+        grown = self.blocks.memory is not self.host
         if grown:
-            self.host = now
+            self.host = self.blocks.memory
             more = self.n_slots - self._held.shape[1]
             if more:
                 empty = self._numbers(self.rows, more)
@@ -139,7 +138,7 @@ class KernelView:
             self.blocks.store[:, (n - 1) // rule.block] = self._tail
         keys = self.keys
         keys.n_tokens = n
-        keys.pooled, keys.wide = self._pooled[:, : rule.n_pooled(n)], self._wide[:, : _n_wide(n, rule)]
+        keys.pooled, keys.wide = self._pooled[:, : rule.n_pooled(n)], self._wide[:, : rule.n_pooled(n, COARSE)]
         begin = min(keys.pooled.shape[1], COARSE * keys.wide.shape[1]) * rule.stride
         keys.last = self._ring[:, torch.arange(begin, n, device=self._ring.device) % self._ring.shape[1]]
 
@@ -153,7 +152,7 @@ class KernelView:
         """Memory for pooled keys of as many tokens as there is room for; those that there are stay."""
         rule, capacity, keys = self.form.rule, self.host.shape[1] * self.form.rule.block, self.keys
         self._pooled = _roomy(pooled, rule.n_pooled(capacity))
-        self._wide = _roomy(wide, _n_wide(capacity, rule))
+        self._wide = _roomy(wide, rule.n_pooled(capacity, COARSE))
         if rule.stick:
             more = self.host.shape[1] - self.last.shape[1]
             self.last = torch.cat([self.last, self._never(more)], 1)
@@ -169,10 +168,6 @@ class KernelView:
             self.last if self.form.rule.stick else None,
         )  # fmt: skip
         return pool, self._numbers(self.rows, width)
-
-
-def _n_wide(n_tokens: int, rule: BlockRule) -> int:
-    return max(0, (n_tokens - COARSE * rule.window) // (COARSE * rule.stride) + 1)
 
 
 def _roomy(held: torch.Tensor, n: int) -> torch.Tensor:

@@ -28,6 +28,11 @@ DOCUMENTS = "document"
 PREFIXES = "prefix"
 
 
+def namespaced(kind: str, owner: str) -> str:
+    """The namespace of an owner's documents or prefixes; "" is everybody."""
+    return f"{kind}/{owner}" if owner else kind
+
+
 def fingerprint_digest(fingerprint: ModelFingerprint) -> bytes:
     """16 bytes that change with any field of a model's fingerprint."""
     text = json.dumps(asdict(fingerprint), sort_keys=True)

@@ -60,6 +60,11 @@ class LayerBlocks:
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # of `copied` and `asked`
 
     @property
+    def memory(self) -> torch.Tensor:
+        """The whole blocks, wherever they lie: the host's."""
+        return self.host
+
+    @property
     def copied(self) -> int:
         """Blocks that went into slots, over all KV heads. Waits for the device."""
         return int(self.counts[0])
@@ -81,17 +86,14 @@ class LayerBlocks:
         capacity = self.host.shape[1] * size
         if self.n_tokens + n > capacity:
             raise InvalidInput(f"{self.n_tokens + n} tokens; the host memory was made for {capacity}.")
-        both = torch.stack([k, v], 1).to(self.tail.dtype)  # [Hkv, 2, n, D]
-        first = min(n, -self.n_tokens % size)
-        whole = (n - first) // size * size
-        self._append_in_block(both[:, :, :first])
-        if whole:
-            blocks = torch.unflatten(both[:, :, first : first + whole], 2, (-1, size)).transpose(1, 2)
+        first, blocks, rest = in_blocks(torch.stack([k, v], 1).to(self.tail.dtype), self.n_tokens, size)
+        self._append_in_block(first)
+        if n_blocks := blocks.shape[1]:
             at = self.n_tokens // size
-            self.host[:, at : at + whole // size] = blocks.to(self.host.device)
+            self.host[:, at : at + n_blocks] = blocks.to(self.host.device)
             self.tail.copy_(blocks[:, -1])
-            self.n_tokens += whole
-        self._append_in_block(both[:, :, first + whole :])
+            self.n_tokens += n_blocks * size
+        self._append_in_block(rest)
 
     def reserve(self, capacity: int, n_slots: int) -> None:
         """Have room for so many tokens, and so many slots, if there is less. Waits for the device where it grows."""
@@ -167,6 +169,15 @@ class LayerBlocks:
     def _host_memory(self, n_blocks: int, dtype: torch.dtype) -> torch.Tensor:
         shape = (self.shape.n_kv_heads, n_blocks, 2, self.shape.block, self.shape.head_dim)
         return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+
+def in_blocks(both: torch.Tensor, n_tokens: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values [Hkv, 2, n, D] behind n_tokens as what ends a block that was begun [Hkv, 2, n, D], whole blocks
+    [Hkv, W, 2, size, D], and what begins one."""
+    first = min(both.shape[2], -n_tokens % size)
+    whole = (both.shape[2] - first) // size * size
+    blocks = torch.unflatten(both[:, :, first : first + whole], 2, (whole // size, size)).transpose(1, 2)
+    return both[:, :, :first], blocks, both[:, :, first + whole :]
 
 
 def with_tail(blocks: torch.Tensor, tail: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from tamis.cache.offload import attend_whole, with_tail
+from tamis.cache.offload import attend_whole, in_blocks, with_tail
 
 
 class ResidentBlocks:
@@ -19,6 +19,11 @@ class ResidentBlocks:
     ) -> None:
         self.block, self.n_tokens = block, 0
         self.store = torch.empty((n_heads, -(-capacity // block), 2, block, head_dim), dtype=dtype, device=device)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All blocks, see `LayerBlocks.memory`."""
+        return self.store
 
     @property
     def nbytes(self) -> int:
@@ -34,16 +39,14 @@ class ResidentBlocks:
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Put k, v [Hkv, n, D] behind what there is; `reserve` room before."""
-        n, size, both = k.shape[1], self.block, torch.stack([k, v], 1).to(self.store.dtype)
-        first = min(n, -self.n_tokens % size)
-        whole = (n - first) // size * size
-        self._append_in_block(both[:, :, :first])
-        if whole:
+        size = self.block
+        first, blocks, rest = in_blocks(torch.stack([k, v], 1).to(self.store.dtype), self.n_tokens, size)
+        self._append_in_block(first)
+        if n_blocks := blocks.shape[1]:
             at = self.n_tokens // size
-            blocks = torch.unflatten(both[:, :, first : first + whole], 2, (-1, size)).transpose(1, 2)
-            self.store[:, at : at + whole // size] = blocks
-            self.n_tokens += whole
-        self._append_in_block(both[:, :, first + whole :])
+            self.store[:, at : at + n_blocks] = blocks
+            self.n_tokens += n_blocks * size
+        self._append_in_block(rest)
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values [Hkv, T, D]."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tamis.attention.hook import packed_pass
+from tamis.attention.hook import Job, packed_pass
 from tamis.attention.reuse import ReuseEngine
 from tamis.attention.reuse_pass import put
 from tamis.cache.pool import PagePool
@@ -34,6 +34,23 @@ LEAST_TILES, LEAST_DOCUMENTS = 64, 16  # of a recorded step's plan
 def bucket(requests: int, least: int = 1) -> int:
     """So many requests (or 1 and more of anything), rounded up to a power of two, `least` or more."""
     return max(least, 1 << (requests - 1).bit_length())
+
+
+def least_rows(engine: ReuseEngine, *, exact: bool) -> int:
+    """Rows that a step has at least. exact: see `Batch`."""
+    return EXACT_ROWS if exact and engine.store.pool.keys.device.type == "cpu" else 1
+
+
+def forward_rows(engine: ReuseEngine, job: Job, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Logits [rows, vocabulary] of tokens at positions, both int64 [1, rows], of rows that only `job` brings together.
+
+    Nothing in here may wait for a GPU or look at what it holds.
+    """
+    refused, rows = sum(engine.switch.refused.values()), tokens.shape[1]
+    with engine.switch.running(job, rows), packed_pass(rows):
+        logits: torch.Tensor = engine.model(tokens, position_ids=positions, use_cache=False).logits[0]
+    assert sum(engine.switch.refused.values()) == refused, f"layers without a job: {engine.switch.refused}"
+    return logits
 
 
 @dataclass
@@ -74,8 +91,7 @@ class Batch:
     def __init__(self, engine: ReuseEngine, *, exact: bool = True, graphs: bool = True) -> None:
         self.engine = engine
         self._products = products_of(engine.model)
-        device = engine.store.pool.keys.device
-        self._least = EXACT_ROWS if exact and device.type == "cpu" else 1
+        self._least, device = least_rows(engine, exact=exact), engine.store.pool.keys.device
         self.graphs = StepGraphs(engine.model, device, use=graphs)
         self.scratch: RequestPages | None = None  # a page that rows of nobody are written to
         self._plans: list[tuple[int, DecodePlan]] = []
@@ -109,7 +125,7 @@ class Batch:
             job = BatchPass(engine.store.pool, self._plans, places, inputs[2, :written], inputs[3, :written])
 
             def forward() -> torch.Tensor:
-                return self._forward(job, inputs, rows)
+                return forward_rows(engine, job, inputs[:1], inputs[1:2])
 
             one = self.graphs.used and self.scratch is not None and len(self._plans) == 1
             with self._products.running():
@@ -144,15 +160,6 @@ class Batch:
         inputs = self._inputs[rows]
         # pinned memory is not reused before the copy is done: the allocator keeps an event
         return inputs.copy_(made.pin_memory() if device.type == "cuda" else made, non_blocking=True)
-
-    def _forward(self, job: BatchPass, inputs: torch.Tensor, rows: int) -> torch.Tensor:
-        """Logits [rows, vocabulary]. Nothing in here may wait for a GPU or look at what it holds."""
-        engine = self.engine
-        refused = sum(engine.switch.refused.values())
-        with engine.switch.running(job, rows), packed_pass(rows):
-            logits: torch.Tensor = engine.model(inputs[:1], position_ids=inputs[1:2], use_cache=False).logits[0]
-        assert sum(engine.switch.refused.values()) == refused, f"layers without a job: {engine.switch.refused}"
-        return logits
 
     def _plan(self, members: Sequence[Member], positions: Sequence[int], rows: int) -> None:
         """Advance the plans by one token, or write them anew where someone came, left, moved or took a page."""

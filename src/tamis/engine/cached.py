@@ -22,7 +22,6 @@ from tamis.attention.policy import PAGED, Policy
 from tamis.attention.report import DecodeReport, PrefillReport
 from tamis.attention.reuse import ReuseEngine
 from tamis.cache.formats import cache_argument, stored_dtype
-from tamis.core.errors import CacheFull, PoolFull
 from tamis.engine.member import Member
 from tamis.engine.request import Request
 from tamis.kernels.lists import Tiling
@@ -110,27 +109,6 @@ class CachedMember(Member):
         assert self.decoding is not None, "its prompt was run"
         with engine.store.lock, torch.inference_mode(), self.decoding.running(engine.switch, step=True):
             return self._forward(torch.tensor([[self.new[-1]]], device=self.device))
-
-    def take(self, pages: int) -> bool:
-        """See `Member`."""
-        store = self.engine.store
-        try:
-            if self._own is None:
-                self._own = store.cache.own(pages * store.pool.page)
-            else:
-                self._own.extend(pages * store.pool.page)
-        except (CacheFull, PoolFull):
-            return False
-        return True
-
-    @property
-    def parked(self) -> bool:
-        """See `Member`: its pages hold nothing, so that to come back is to take some."""
-        return False
-
-    def park(self) -> None:
-        """See `Member`."""
-        self._let_go()
 
     def restart(self) -> None:
         """See `Member`."""

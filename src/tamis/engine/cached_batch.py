@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from tamis.attention.hook import DecodeJob, Switch, attention_layers, packed_pass
+from tamis.attention.hook import DecodeJob, Switch, attention_layers
 from tamis.attention.reuse import ReuseEngine
-from tamis.engine.batch import EXACT_ROWS, bucket
+from tamis.engine.batch import bucket, forward_rows, least_rows
 from tamis.engine.cached import CachedMember
 from tamis.engine.products import products_of
 
@@ -71,7 +71,7 @@ class CachedBatch:
         self.engine = engine
         self._products = products_of(engine.model)
         self._modules = attention_layers(engine.model)
-        self._least = EXACT_ROWS if exact and engine.store.pool.keys.device.type == "cpu" else 1
+        self._least = least_rows(engine, exact=exact)
 
     def step(self, members: Sequence[CachedMember]) -> tuple[torch.Tensor, dict[int, Exception]]:
         """Logits [n, vocabulary] behind the newest token of each, and which of them failed with what."""
@@ -84,10 +84,8 @@ class CachedBatch:
         with engine.store.lock, torch.inference_mode(), ExitStack() as passing:
             for i, member in enumerate(members):
                 self._begin(job, i, member, passing)
-            refused = sum(engine.switch.refused.values())
-            with engine.switch.running(job, rows), packed_pass(rows), self._products.running():
-                logits: torch.Tensor = engine.model(inputs[:1], position_ids=inputs[1:], use_cache=False).logits[0]
-            assert sum(engine.switch.refused.values()) == refused, f"layers without a job: {engine.switch.refused}"
+            with self._products.running():
+                logits = forward_rows(engine, job, inputs[:1], inputs[1:])
         return logits[:n], job.failed
 
     def _begin(self, job: CachedPass, i: int, member: CachedMember, passing: ExitStack) -> None:

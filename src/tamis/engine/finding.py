@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -94,11 +94,12 @@ class Finder:
         *,
         within: str | None,
         version: int,
-        documents: Mapping[str, tuple[str, str]],
+        documents: Callable[[], Mapping[str, tuple[str, str]]],
     ) -> Sequence[Found]:
         """The k best, best first; none that shares no word with the question. within: one of PLACES, None: both.
 
-        documents: the owner's, (title, text) by id; version: another number after each change of theirs.
+        documents: gives the owner's, (title, text) by id, of this version or a later one; version: another number after
+        each change of theirs.
         """
         if not 1 <= k <= MOST_HITS or within not in (None, *PLACES):
             raise InvalidInput(f"k is {k}, within {within!r}; allowed are 1 to {MOST_HITS}, and {PLACES} or None.")
@@ -119,10 +120,12 @@ class Finder:
                 found.append(Found(p.id, p.title, p.text, hit.score, "index", place))
         return sorted(found, key=lambda f: -f.score)[:k]
 
-    def _counts(self, owner: str, version: int, documents: Mapping[str, tuple[str, str]]) -> tuple[Shelf, Bm25]:
+    def _counts(
+        self, owner: str, version: int, documents: Callable[[], Mapping[str, tuple[str, str]]]
+    ) -> tuple[Shelf, Bm25]:
         known = self._made.get(owner)
         if known is None or known[0] != version:
-            shelf = Shelf(documents)
+            shelf = Shelf(documents())
             known = self._made[owner] = (version, shelf, Bm25(shelf))
         self._made.move_to_end(owner)
         while len(self._made) > MOST_OWNERS:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tamis.cache.document import Wanted
-from tamis.cache.keys import DOCUMENTS, DocumentKey
+from tamis.cache.keys import DOCUMENTS, DocumentKey, namespaced
 from tamis.core.errors import CacheFull, InvalidInput, NothingFound, TamisError
 from tamis.core.log import logger
 from tamis.core.table import MemoryTables, Tables, close_tables, open_tables
@@ -102,9 +102,12 @@ class Library:
 
     def search(self, owner: str, question: str, k: int, *, within: str | None = None) -> Sequence[Found]:
         """The k of the owner's documents and the index's passages that fit best; see `Finder.search`."""
-        with self._lock:
-            documents = {name: (d.title, d.text) for (who, name), d in self._documents.items() if who == owner}
-            version = self._versions[owner]
+
+        def documents() -> dict[str, tuple[str, str]]:
+            with self._lock:
+                return {name: (d.title, d.text) for (who, name), d in self._documents.items() if who == owner}
+
+        version = self._versions[owner]  # of what stands there now, or of less
         return self._finder.search(owner, question, k, within=within, version=version, documents=documents)
 
     def list(self, owner: str, *, after: str = "", limit: int = 100) -> tuple[Sequence[StoredDocument], bool]:
@@ -224,7 +227,7 @@ class Library:
 
 
 def _namespace(owner: str) -> str:
-    return f"{DOCUMENTS}/{namespace_of(owner)}" if owner else DOCUMENTS
+    return namespaced(DOCUMENTS, namespace_of(owner))
 
 
 def _row(owner: str, name: str) -> bytes:

@@ -271,8 +271,7 @@ class Member:
 
     def _let_go(self) -> None:
         """Without a page: documents are others' again, and so are the own pages."""
-        while self._held.leases:
-            self._held.leases.pop().close()
+        self._released()
         if self.session is not None:
             self.session.let_go()
         if self._own is not None:

@@ -17,7 +17,7 @@ from tamis.attention.reuse_layout import Layout, Piece
 from tamis.attention.reuse_prefix import known_blocks
 from tamis.attention.reuse_store import DocumentStore
 from tamis.cache.document import DocumentKV
-from tamis.cache.keys import DOCUMENTS, PREFIXES
+from tamis.cache.keys import DOCUMENTS, PREFIXES, namespaced
 from tamis.engine.request import Request
 from tamis.kernels.lists import Tiling
 from tamis.prompt.segments import Kind
@@ -61,7 +61,7 @@ class Placing:
 
     def namespace(self, kind: str) -> str:
         """Of the request's documents or prefixes."""
-        return f"{kind}/{self.request.namespace}" if self.request.namespace else kind
+        return namespaced(kind, self.request.namespace)
 
     def layout(self, found: dict[int, DocumentKV] | None = None) -> Layout:
         """Where the tokens lie with the documents `found`, by segment; None: as if all were stored."""

@@ -80,9 +80,9 @@ class BlockRule:
         """Blocks of `n_tokens`, the last one perhaps not full."""
         return -(-n_tokens // self.block)
 
-    def n_pooled(self, n_tokens: int) -> int:
-        """Pooled keys of `n_tokens`: whole windows only."""
-        return max(0, (n_tokens - self.window) // self.stride + 1)
+    def n_pooled(self, n_tokens: int, times: int = 1) -> int:
+        """Pooled keys of `n_tokens`: whole windows only. times: of windows and strides so many times as long."""
+        return max(0, (n_tokens - times * self.window) // (times * self.stride) + 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON."""

@@ -7,21 +7,12 @@ Knows addresses and sizes; not blocks or models. Nothing of CUDA is loaded befor
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from tamis.core.errors import Unavailable
-
-
-@functools.cache
-def _driver() -> Any:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as e:
-        raise Unavailable("the NVIDIA driver's libcuda.so.1 is not there; the copy engine needs it.") from e
+from tamis.kernels.driver import libcuda
 
 
 def copy_pieces(pairs: Sequence[tuple[int, int]], nbytes: int) -> None:
@@ -29,7 +20,7 @@ def copy_pieces(pairs: Sequence[tuple[int, int]], nbytes: int) -> None:
 
     One call of the driver a piece. Raises Unavailable without an NVIDIA driver, and where it refuses a copy.
     """
-    call = _driver().cuMemcpyHtoDAsync_v2
+    call = libcuda().cuMemcpyHtoDAsync_v2
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     size = ctypes.c_size_t(nbytes)
     for source, target in pairs:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from tamis.core.errors import TamisError
+from tamis.kernels.driver import libcuda
 
 CLUSTER, EARLY = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION and _PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -71,7 +71,7 @@ class Kernel:
         attributes = (_Attribute * 2)(*[_Attribute(i, 0, (ctypes.c_uint * 16)(*v)) for i, v in wanted])
         stream = torch.cuda.current_stream().cuda_stream
         config = _Config((*grid, 1), (threads, 1, 1), 0, stream, attributes, len(wanted))
-        driver = _driver()
+        driver = libcuda()
         error = driver.cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(self.handle), pointers, None)
         if error:
             why = ctypes.c_char_p()
@@ -93,8 +93,3 @@ def compiled(name: str, files: tuple[Path, ...], constants: tuple[tuple[str, int
     head = 'extern "C" {}\n' + "".join(f"#define {key} {value}\n" for key, value in constants)
     made: Any = torch.cuda._compile_kernel(head + source, name)
     return Kernel(name, made.func.value, made)
-
-
-@functools.cache
-def _driver() -> Any:
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")

@@ -89,7 +89,8 @@ def launches(
     scale: float,
     cut: NvrtcCut,
 ) -> dict[str, Callable[[], object]]:
-    """The launches of a step by name, in order; each can be timed alone once all have run."""
+    """The launches of a step by name, in order. Each is timed with those in front of it: `prepare` sets the counters
+    that `choose` and the merge of `attend` go by."""
     room, r, t = arena.room, arena.records, arena.tables
     h, n, p, tally = room.kv_heads, room.slots, room.parts, work.tally.shape[1]
     rows, group, most = room.requests * h, q.shape[1] // h, work.chosen.shape[1]

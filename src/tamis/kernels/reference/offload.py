@@ -71,10 +71,7 @@ def scores(
         if scale is None:
             cells = raw_scores(q[b][:, None], keys, last, rule)
         else:
-            wide = None
-            if pool.wide is not None:
-                far = (position + 1 - lag - COARSE * rule.window) // (COARSE * rule.stride) + 1
-                wide = pool.wide[own, : max(0, far)]
+            wide = None if pool.wide is None else pool.wide[own, : rule.n_pooled(position + 1 - lag, COARSE)]
             cells = own_scores(q[b][:, None], keys, last, rule, scale=scale, coarse=wide)
         rows.append(block_scores(cells, rule, n_blocks)[:, 0])
     return torch.cat(rows)

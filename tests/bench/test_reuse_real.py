@@ -58,3 +58,17 @@ def test_every_provider_at_a_budget(loaded: Any) -> None:
     assert {r.provider for r in rows} == {f"{name}-real" for name in CHOICES}
     with pytest.raises(InvalidInput, match="block-tuned"):
         bench_real(RealPlan(WORKLOAD, plan.open_llm, ["1MB"], ["block-tuned"]))
+
+
+def test_copies_are_taken_off_the_budget(loaded: Any) -> None:
+    """Else documents and their copies together would hold more than the budget that the row names."""
+    sizes: list[int | None] = []
+
+    def opened(size: int | None) -> LLM:
+        sizes.append(size)
+        return LLM(loaded, cache_bytes=size)
+
+    workload = Zipf(1.0, 6, 128, 3, question_tokens=20, output_tokens=1, requests=3, concurrency=1).workload()
+    budget = 16 * PAGE_BYTES
+    bench_real(RealPlan(workload, opened, [f"{budget >> 10}KB"], ["lazy", "block"], requests=3))
+    assert sizes == [budget, budget, budget, budget - 4 * PAGE_BYTES]  # three documents of a page, and the question

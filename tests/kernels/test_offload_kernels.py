@@ -346,7 +346,8 @@ class TestGpuMore:
         for name, provider in PROVIDERS.items():
             if provider.resident:
                 continue
-            cell = Cell(plan, weights, blocks, {"own": one, "forecast": one}, host, wide=True)
+            recorded = dict.fromkeys((p.chooser for p in PROVIDERS.values()), one)
+            cell = Cell(plan, weights, blocks, recorded, host, wide=True)
             torch.manual_seed(1)
             for t in (cell.pool.pooled, cell.pool.wide, cell.pool.ring, cell.pool.tail, cell.x):
                 t.normal_()
@@ -365,7 +366,7 @@ class TestGpuMore:
                     getattr(cell.pool, n).copy_(t)
                 cell.pool.forget()
                 step.positions.fill_(plan.positions[0])
-                for wanted in cell.lists["own"]:
+                for wanted in cell.lists[provider.chooser]:
                     step.wanted.copy_(wanted)
                     replay()
                     outs.setdefault(kind, []).append(made[0].clone())

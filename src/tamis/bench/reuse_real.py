@@ -17,20 +17,24 @@ from tamis.bench.results import Row
 from tamis.bench.reuse import Replay, budget_bytes, ratios_of, rows_of, summary
 from tamis.bench.reuse_simulator import Outcome, Progress
 from tamis.bench.reuse_workload import Piece, Request, Workload
+from tamis.cache.spec import KVSpec, pages_of
 from tamis.core.errors import InvalidInput
 from tamis.core.registry import unknown
+from tamis.model.family import geometry
 from tamis.prompt.segments import Prompt
 
 if TYPE_CHECKING:
     from tamis.engine.llm import LLM
     from tamis.model.source import LoadedModel
 
+COPIES = "block"
 # Random text has no answer to be ruined, so block attention is accepted.
 CHOICES: dict[str, dict[str, Any]] = {
     "recompute": {"prefill": "dense"},
     "prefix": {"prefill": "prefix"},
-    "block": {"prefill": "reuse", "reuse_copies": True, "accept_block_attention": True},
+    COPIES: {"prefill": "reuse", "reuse_copies": True, "accept_block_attention": True},
     "lazy": {"prefill": "reuse", "accept_block_attention": True},
+    "block-extra": {"prefill": "reuse", "reuse_copies": True, "accept_block_attention": True},
 }
 COMPUTED = "computed"
 WARM_REQUESTS = 8
@@ -42,6 +46,7 @@ class RealPlan:
     """What is replayed through a model.
 
     open_llm    a fresh engine whose documents' cache may take so many bytes; None: its own default
+    providers   of CHOICES; the copies of "block" are taken off its budget, those of "block-extra" may come on top of it
     requests    the first so many of the workload, each piece of a prompt cut to `cut_tokens` (None: whole)
     """
 
@@ -75,12 +80,15 @@ def bench_real(
         for provider in plan.providers:
             note(f"{plan.workload.name} at {text}: {provider}")
             what: dict[str, Any] = {"requests": plan.requests, "cut_tokens": plan.cut_tokens, "seed": plan.seed}
-            with plan.open_llm(
-                size
-            ) as llm:  # kernels are built for the first requests, which no later one should wait for
+            with plan.open_llm(size) as llm:
+                room = size
+                if provider == COPIES and size is not None:
+                    room = size - copies_bytes(llm, plan, size)
+                    note(f"{provider}: {size - room} bytes of the budget are for the copies of the largest prompt")
+                # kernels are built for the first requests, which no later one should wait for
                 if llm.runner.model.device.type == "cuda":
                     replay_real(llm, plan.workload, provider, **what | {"requests": min(plan.requests, WARM_REQUESTS)})
-            with plan.open_llm(size) as llm:
+            with plan.open_llm(room) as llm:
                 model = llm.name
                 outcome = replay_real(llm, plan.workload, provider, on_progress=progress, **what)
             ran = f"first-{len(outcome.ttft_s)}" + (f"-cut-{plan.cut_tokens}" if plan.cut_tokens else "")
@@ -98,6 +106,19 @@ def bench_real(
         "cost_model": {"about": f"none: measured on {model}"},
         "measured": made,
     }
+
+
+def copies_bytes(llm: LLM, plan: RealPlan, size: int) -> int:
+    """Bytes of the pages into which the largest prompt of the replay is copied; one page of `size` is left.
+
+    The engine takes pages for copies from outside its cache where documents that are in use fill it, so that a replay
+    whose copies were not taken off the budget would hold more than it says.
+    """
+    model = llm.runner.model
+    spec = KVSpec.of(geometry(model.config), next(model.parameters()).dtype)
+    requests = (_cut(r, plan.cut_tokens) for r in islice(plan.workload.requests(plan.seed), plan.requests))
+    pages = max(sum(pages_of(p.n_tokens) for p in r.pieces) for r in requests)
+    return min(pages * spec.page_bytes(), size - spec.page_bytes())
 
 
 def shape_model(name: str) -> LoadedModel:

@@ -36,7 +36,9 @@ def reuse(
     budgets: Annotated[
         str, typer.Option(help="Bytes of keys and values, comma-separated; 1GB is 2**30.")
     ] = "1GB,10GB,50GB,unlimited",
-    providers: Annotated[str | None, typer.Option(help=f"Of {MODELLED}. Default: all; with --real {RAN}.")] = None,
+    providers: Annotated[
+        str | None, typer.Option(help=f"Of {MODELLED}. Default: all; with --real {RAN}, or block-extra.")
+    ] = None,
     policy: Annotated[str, typer.Option(help="Eviction: lru, gdsf or ttl.")] = "lru",
     ttl_s: Annotated[float | None, typer.Option("--ttl", help="Seconds, for --policy ttl.")] = None,
     host: Host = None,

@@ -20,7 +20,7 @@ from tamis.model.adapter_info import AdapterInfo, base_of, held_out
 from tamis.model.source import LoadedModel
 from tamis.train.block_adapter import TrainingData, train_block_adapter
 from tamis.train.layouts import Example, Layouts, block_mask
-from tamis.train.losses import compare, student_logits, teacher_logits
+from tamis.train.losses import HIDDEN, compare, student_logits, teacher_logits
 from tamis.train.settings import TrainSettings
 from tamis.train.state import FILE as STATE_FILE
 from tiny_chat import tiny_tokenizer
@@ -268,6 +268,16 @@ def test_the_rate_rises_and_falls() -> None:
     top = rates.index(max(rates))
     assert 0 < rates[0] < rates[1] and 3 <= top <= 6 and rates[top:] == sorted(rates[top:], reverse=True)
     assert max(rates) <= SETTINGS.lr and rates[-1] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_hidden_keys_stay_finite_and_get_nothing(dtype: torch.dtype) -> None:
+    """Fused kernels add the mask to scores times log2(e): the dtype's least would be -inf there, and NaN backwards."""
+    hidden = torch.tensor(HIDDEN, dtype=dtype).float()
+    assert torch.isfinite((hidden - 1000) * 1.4426950408889634)
+    assert torch.exp(hidden + 1000) == 0
+    least = torch.tensor(torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16).float()
+    assert not torch.isfinite(least * 1.4426950408889634)  # what was added before
 
 
 def test_a_step_without_a_finite_gradient_changes_nothing(

@@ -10,6 +10,11 @@ import torch
 
 from tamis.train.layouts import Layout
 
+# Added to the scores of keys that a row does not see. Not -inf: a kernel meets whole blocks of such keys before the
+# first one that a row does see, and -inf minus -inf is no number. Nor the dtype's least: kernels multiply it by log2(e)
+# in float32, where bfloat16's least becomes -inf again. exp of this is 0, and float16 holds it.
+HIDDEN = -30000.0
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -55,10 +60,7 @@ def student_logits(model: Any, layout: Layout) -> torch.Tensor:
     """The model's logits [rows, V], each document seeing only itself: what `prefill="reuse"` computes."""
     device = next(model.parameters()).device
     ids = torch.tensor([layout.tokens], device=device)
-    # added, and finite: with -inf a kernel meets whole blocks of keys that a row does not see before the first it does,
-    # and -inf minus -inf is no number
-    dtype = model.dtype
-    hidden = torch.zeros((), dtype=dtype, device=device).masked_fill(~layout.mask(device), torch.finfo(dtype).min)
+    hidden = torch.zeros((), dtype=model.dtype, device=device).masked_fill(~layout.mask(device), HIDDEN)
     made = model(ids, attention_mask=hidden, use_cache=False, logits_to_keep=layout.rows)
     logits: torch.Tensor = made.logits[0]
     return logits

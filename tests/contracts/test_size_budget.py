@@ -13,7 +13,9 @@ KERNEL_FILE, KERNEL_FUNCTION = 700, 150
 CLASS_LINES, CLASS_METHODS, PARAMETERS = 250, 12, 8
 
 # "file" or "file:Class.function" -> why it may exceed the budget. An entry that is no longer needed fails too.
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS: dict[str, str] = {
+    "src/tamis/integrations/vllm/connector.py:TamisConnector": "vLLM's interface has these methods; each is one line",
+}
 
 
 def over_budget(source: Source) -> Iterator[tuple[str, str]]:

@@ -72,12 +72,8 @@ def random_model(
     """
     import transformers as hf
 
-    shape = shape_of(name)
-    check_layers(name, layers)
+    shape, config = shape_of(name), config_of(name, layers=layers, context=context)
     stem = CLASSES[shape.family]
-    if not hasattr(hf, f"{stem}ForCausalLM"):
-        raise Unavailable(f"transformers {hf.__version__} has no {stem}; {name} needs a newer one.")
-    config = getattr(hf, f"{stem}Config")(**_settings(shape, layers or shape.layers, context))
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -91,6 +87,19 @@ def random_model(
         # equal scores would send every token to the same experts
         torch.nn.init.normal_(feed_forward(layer).gate.weight, std=config.initializer_range)
     return model.eval()
+
+
+def config_of(name: str, *, layers: int | None = None, context: int = 131072) -> Any:
+    """The transformers configuration of that shape. Raises as `random_model`."""
+    import transformers as hf
+
+    shape = shape_of(name)
+    check_layers(name, layers)
+    stem = CLASSES[shape.family]
+    if not hasattr(hf, f"{stem}ForCausalLM"):
+        raise Unavailable(f"transformers {hf.__version__} has no {stem}; {name} needs a newer one.")
+    settings = _settings(shape, layers or shape.layers, context)
+    return getattr(hf, f"{stem}Config")(architectures=[f"{stem}ForCausalLM"], **settings)
 
 
 def _settings(shape: Shape, layers: int, context: int) -> dict[str, Any]:

@@ -200,3 +200,4 @@ from tamis.cli import bench_offload as _bench_offload  # noqa: E402, F401 - adds
 from tamis.cli import bench_paged as _bench_paged  # noqa: E402, F401 - adds its command to `app`
 from tamis.cli import bench_reuse as _bench_reuse  # noqa: E402, F401 - adds its command to `app`
 from tamis.cli import bench_serve as _bench_serve  # noqa: E402, F401 - adds its command to `app`
+from tamis.cli import bench_vllm as _bench_vllm  # noqa: E402, F401 - adds its command to `app`

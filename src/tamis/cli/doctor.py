@@ -24,6 +24,7 @@ PACKAGES = (
 
 def doctor(json: Json = False) -> None:
     """Versions, devices, kernels and models, each with the reason where something is not available."""
+    from tamis.cli.doctor_vllm import vllm_section
     from tamis.core.env import VARIABLES, cache_dir
     from tamis.kernels import dispatch
 
@@ -34,6 +35,7 @@ def doctor(json: Json = False) -> None:
         "devices": _devices(),
         "kernels": {name: reason or "available" for name, reason in kernels.items()},
         "kernel_auto": next(name for name, reason in kernels.items() if reason is None),
+        "vllm": vllm_section(),
         "models": {"smollm2": _packaged("smollm2")},
         "cache": str(cache_dir()),
         "environment": dict(VARIABLES),

@@ -5,50 +5,39 @@ Every document has an owner, and nobody sees another's: not by id, and not by wh
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from tamis.cache.document import Wanted
 from tamis.cache.keys import DOCUMENTS, DocumentKey, namespaced
-from tamis.core.errors import CacheFull, InvalidInput, NothingFound, TamisError
+from tamis.core.errors import CacheFull, InvalidInput, TamisError
 from tamis.core.log import logger
 from tamis.core.table import MemoryTables, Tables, close_tables, open_tables
+from tamis.corpus.stored import (
+    NAME,
+    TABLE,
+    StoredDocument,
+    check_same,
+    missing,
+    namespace_of,
+    new_document,
+    packed,
+    row_of,
+    unpacked,
+)
 from tamis.engine.finding import Finder, Found
 from tamis.engine.service import Engine
 
 if TYPE_CHECKING:
     from tamis.engine.knowledge import KnowledgeBase
 
+__all__ = ["NAME", "Library", "StoredDocument", "namespace_of"]
 log = logger("engine")
-TABLE = "engine.documents"
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-RESERVED = ("search",)  # a path of the server
 PIN_SHARE = 0.5  # of all pages: the others stay for requests
-
-
-@dataclass(frozen=True)
-class StoredDocument:
-    """One document. `created`: seconds since 1970; `tokens`: how many it has in a prompt."""
-
-    id: str
-    title: str
-    text: str
-    created: int
-    tokens: int
-    pinned: bool = False
-
-
-def namespace_of(owner: str) -> str:
-    """The name under which an owner's keys and values are stored; "" is everybody where there are no keys."""
-    return hashlib.blake2b(owner.encode(), digest_size=16).hexdigest() if owner else ""
 
 
 class Library:
@@ -65,8 +54,8 @@ class Library:
         self._lock = threading.RLock()
         self._documents: dict[tuple[str, str], StoredDocument] = {}
         for _, value in self._tables.items(TABLE):
-            owner, fields = json.loads(value)
-            self._documents[owner, fields["id"]] = StoredDocument(**fields)
+            owner, document = unpacked(value)
+            self._documents[owner, document.id] = document
         self._pin_again()
 
     def put(self, owner: str, text: str, *, title: str = "", name: str | None = None) -> StoredDocument:
@@ -74,22 +63,13 @@ class Library:
 
         Raises InvalidInput for an empty text, for a name that is none, and for one that is taken by another text.
         """
-        if name is not None and (not NAME.fullmatch(name) or name in RESERVED):
-            raise InvalidInput(
-                f"document id {name!r}; use 1 to 64 letters, digits, '.', '_' and '-', but not {', '.join(RESERVED)}."
-            )
-        n_tokens = len(self.engine.llm.template.document_tokens(title, text))
-        if not n_tokens:
-            raise InvalidInput("the document's text is empty; give some.")
-        digest = hashlib.blake2b(json.dumps([title, text]).encode(), digest_size=16).hexdigest()
-        made = StoredDocument(name or f"doc-{digest}", title, text, int(time.time()), n_tokens)
+        made = new_document(title, text, len(self.engine.llm.template.document_tokens(title, text)), name)
         with self._lock:
             known = self._documents.get((owner, made.id))
-            if known is not None and (known.title, known.text) != (title, text):
-                raise InvalidInput(f"document {made.id!r} holds another text. Delete it first, or use another id.")
             if known is None:
-                self._keep(owner, made)
-            return known or made
+                return self._keep(owner, made)
+            check_same(known, made)
+            return known
 
     def get(self, owner: str, name: str) -> StoredDocument:
         """One document, or a passage of the index. Raises NothingFound, also for another owner's."""
@@ -98,7 +78,7 @@ class Library:
         if found is None and (passage := self._finder.passage(name)) is not None:
             n_tokens = len(self.engine.llm.template.document_tokens(passage.title, passage.text))
             return StoredDocument(name, passage.title, passage.text, 0, n_tokens)
-        return found or self._missing(name)
+        return found or missing(name)
 
     def search(self, owner: str, question: str, k: int, *, within: str | None = None) -> Sequence[Found]:
         """The k of the owner's documents and the index's passages that fit best; see `Finder.search`."""
@@ -155,7 +135,7 @@ class Library:
             document = self.unpin(owner, name)
             del self._documents[owner, name]
             self._versions[owner] += 1
-            self._tables.write({TABLE: {_row(owner, name): None}})
+            self._tables.write({TABLE: {row_of(owner, name): None}})
             mine = [d for (who, _), d in self._documents.items() if who == owner]
             if all((d.title, d.text) != (document.title, document.text) for d in mine):
                 key = self._key(owner, self.tokens(document))
@@ -171,18 +151,14 @@ class Library:
             close_tables(self._path)
 
     def _keep(self, owner: str, document: StoredDocument) -> StoredDocument:
-        value = json.dumps([owner, asdict(document)]).encode()
-        self._tables.write({TABLE: {_row(owner, document.id): value}})
+        self._tables.write({TABLE: {row_of(owner, document.id): packed(owner, document)}})
         self._documents[owner, document.id] = document
         self._versions[owner] += 1
         return document
 
     def _own(self, owner: str, name: str) -> StoredDocument:
         """One that was put; an index stays as it was made."""
-        return self._documents.get((owner, name)) or self._missing(name)
-
-    def _missing(self, name: str) -> NoReturn:
-        raise NothingFound(f"there is no document with the id {name!r}. Put it first, or give its text, not an id.")
+        return self._documents.get((owner, name)) or missing(name)
 
     def _key(self, owner: str, tokens: Sequence[int]) -> DocumentKey:
         return self.engine.reuse.store.key(tokens, _namespace(owner))
@@ -228,7 +204,3 @@ class Library:
 
 def _namespace(owner: str) -> str:
     return namespaced(DOCUMENTS, namespace_of(owner))
-
-
-def _row(owner: str, name: str) -> bytes:
-    return hashlib.blake2b(owner.encode(), digest_size=16).digest() + name.encode()

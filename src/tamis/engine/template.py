@@ -13,6 +13,7 @@ from typing import Any
 
 from tamis.core.errors import InvalidInput
 from tamis.prompt.segments import Kind, Prompt
+from tamis.prompt.texts import document_text
 
 SYSTEM = (
     "You answer questions from the passages that the user gives. Use only what they say, "
@@ -45,10 +46,8 @@ class Template:
 
     def document_tokens(self, title: str, text: str) -> tuple[int, ...]:
         """The tokens of one document: its title as a line of its own, its text, an empty line. Empty for no text."""
-        if not text.strip():
-            return ()
-        head = f"{title}\n" if title.strip() else ""
-        return tuple(self.encode(f"{head}{text.strip()}\n\n"))
+        said = document_text(title, text)
+        return tuple(self.encode(said)) if said else ()
 
     def question_tokens(self, question: str, history: Sequence[Turn] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(history tokens, question tokens). The question's go on until the model is to answer.

@@ -1,0 +1,67 @@
+"""`tamis bench vllm`: stock vLLM beside vLLM with Tamis."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from typing import Annotated
+
+import typer
+
+from tamis.cli.bench import Kept, Results, app, lengths_of
+from tamis.cli.options import Json
+
+Trace = Annotated[
+    str | None, typer.Option(help="Folder of a RAGPulse or Mooncake trace for the load. Default: Zipf's law.")
+]
+Densities = Annotated[
+    str | None, typer.Option(help="What `tamis bench record-densities` wrote. Default: the selector's own choice.")
+]
+Parts = Annotated[str, typer.Option(help="Of ttft, load, tp.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="A tiny model, short prompts: minutes on a CPU, no claim of speed.")]
+
+
+@app.command("vllm")
+def vllm(
+    shape: Annotated[
+        str, typer.Option(help="A dense shape of `tamis bench ttft`, with random weights.")
+    ] = "llama-3.1-8b",
+    tokens: Annotated[str, typer.Option(help="Prompt lengths, comma-separated.")] = "16384,32768,65536,131072",
+    parts: Parts = "ttft,load,tp",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed prompts after a warm-up.")] = 3,
+    selector: Annotated[str, typer.Option(help="Of mode sift.")] = "threshold:rows=4,theta=0.01,local=sampled",
+    densities: Densities = None,
+    trace: Trace = None,
+    requests: Annotated[int, typer.Option(min=1, help="Of the load.")] = 64,
+    rate: Annotated[float, typer.Option(help="Poisson arrivals a second.")] = 8.0,
+    cut_tokens: Annotated[int | None, typer.Option(min=1, help="Cut each piece of a loaded prompt.")] = None,
+    tp: Annotated[int, typer.Option(min=2, help="GPUs of the tensor-parallel engine; on a CPU processes.")] = 2,
+    block_size: Annotated[int, typer.Option(min=1, help="Of the engine with Tamis.")] = 64,
+    deadline: Annotated[float, typer.Option(help="Seconds, of everything.")] = 1800.0,
+    tiny: Tiny = False,
+    results: Results = None,
+    json: Json = False,
+) -> None:
+    """First tokens, documents used again under load, and tensor parallelism: vLLM alone and with Tamis, in one sitting.
+
+    Needs an environment with vLLM; rows go to results/vllm.csv as they come.
+    """
+    from tamis.bench.reuse_workload import Zipf
+    from tamis.bench.reuse_workload import trace as read_trace
+    from tamis.bench.vllm import Plan, bench_vllm, table
+    from tamis.bench.vllm_prompts import Sizes
+
+    if trace is not None:
+        workload = read_trace(trace, limit=requests)
+    else:
+        short = Zipf(documents=8, document_tokens=64, per_prompt=3, question_tokens=20)
+        workload = (short if tiny else Zipf(documents=50, document_tokens=512)).workload()
+    if tiny:
+        shape, tokens, repeats, requests, block_size = "tiny", "256,512", min(repeats, 2), min(requests, 6), 32
+    plan = Plan(
+        shape, lengths_of(tokens), workload, [p.strip() for p in parts.split(",") if p.strip()], repeats=repeats,
+        selector=selector, densities=densities, requests=requests, rate=rate, cut_tokens=cut_tokens, tp=tp,
+        block_size=block_size, deadline_s=deadline, sizes=Sizes(16, 64, 20) if tiny else Sizes(),
+    )  # fmt: skip
+    kept = Kept("vllm", results)
+    made = bench_vllm(plan, kept.note, kept.keep)
+    print(jsonlib.dumps(made | {"results": kept.file}) if json else table(made))

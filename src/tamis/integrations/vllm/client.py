@@ -1,0 +1,154 @@
+"""Requests to a vLLM server with Tamis: a prompt laid out, and what says where its documents lie. Plain Python.
+
+Needs neither vLLM nor torch; knows token ids, not texts. The server is told of segments by `kv_transfer_params`, and
+checks them: a document's key has to be that of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tamis.core.errors import InvalidInput
+from tamis.core.registry import unknown
+from tamis.prompt.segments import Kind, document_id
+
+VERSION = 1  # of the form of `kv_transfer_params["tamis"]`
+MODES = ("sift", "reuse")
+PAD = "pad"
+BLOCK_SIZE = 16  # vLLM's own default
+Span = tuple[int, int, str, str | None]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A prompt's tokens, and its segments (start, end, kind, key or None): contiguous from 0 to the end.
+
+    Segments of kind "pad" fill a block of the cache up, so that each document begins on a block's border: nobody reads
+    them, and they take no position.
+    """
+
+    tokens: tuple[int, ...]
+    segments: tuple[Span, ...]
+
+    @property
+    def documents(self) -> list[tuple[int, int]]:
+        """The spans of the documents, in order."""
+        return [(start, end) for start, end, kind, _ in self.segments if kind == Kind.DOCUMENT]
+
+    @property
+    def pads(self) -> int:
+        """Tokens that only fill blocks up."""
+        return sum(end - start for start, end, kind, _ in self.segments if kind == PAD)
+
+
+def layout(
+    prefix: Sequence[int],
+    documents: Iterable[Sequence[int]],
+    question: Sequence[int],
+    *,
+    history: Sequence[int] = (),
+    block_size: int | None = None,
+    pad_id: int = 0,
+) -> Layout:
+    """Prefix, documents, history and question as one row of token ids.
+
+    block_size   every document begins, and what follows the last one too, at a multiple of it; None: no pads
+    Raises InvalidInput for an empty document or question, or a block_size below 1.
+    """
+    if block_size is not None and block_size < 1:
+        raise InvalidInput(f"block_size is {block_size}; give that of the server, 1 or more.")
+    if not len(question):
+        raise InvalidInput("the question is empty; an answer goes on from it: give at least one token.")
+    tokens: list[int] = []
+    segments: list[Span] = []
+
+    def add(kind: str, ids: Sequence[int], key: str | None = None) -> None:
+        if len(ids):
+            segments.append((len(tokens), len(tokens) + len(ids), kind, key))
+            tokens.extend(int(i) for i in ids)
+
+    def fill() -> None:
+        if block_size is not None:
+            add(PAD, [pad_id] * (-len(tokens) % block_size))
+
+    add(Kind.PREFIX.value, prefix)
+    fill()
+    for ids in documents:
+        add(Kind.DOCUMENT.value, ids, document_id(ids).hex())
+        fill()
+    add(Kind.HISTORY.value, history)
+    add(Kind.QUESTION.value, question)
+    return Layout(tuple(tokens), tuple(segments))
+
+
+def request(
+    prefix_ids: Sequence[int],
+    documents: Iterable[Sequence[int]],
+    question_ids: Sequence[int],
+    *,
+    mode: str = "reuse",
+    block_size: int = BLOCK_SIZE,
+    history_ids: Sequence[int] = (),
+    **choices: Any,
+) -> dict[str, Any]:
+    """The body of a request to `/v1/completions`, but for the model and how to sample: `prompt` (token ids) and
+    `kv_transfer_params`.
+
+    mode        "sift": attention computed where it matters; "reuse": documents' keys and values from earlier requests
+    block_size  the server's (`--block-size`): documents of "reuse" are laid out on its borders
+    choices     `selector`: another one than the server's default ("sift"); `namespace`: documents of one namespace are
+                not shared with another; `pad_id`: the token that fills blocks, 0 if not given
+    With vLLM's own Python interface give `prompt` as `{"prompt_token_ids": ..}` and the parameters by
+    `SamplingParams(extra_args={"kv_transfer_params": ..})`. Raises InvalidInput.
+    """
+    if mode not in MODES:
+        raise InvalidInput(unknown("mode", mode, list(MODES)))
+    pad_id = choices.pop("pad_id", 0)
+    if strange := choices.keys() - {"selector", "namespace"}:
+        raise InvalidInput(unknown("choice of a request", sorted(strange)[0], ["selector", "namespace", "pad_id"]))
+    if mode == "reuse" and "selector" in choices:
+        raise InvalidInput("a selector belongs to mode 'sift'; leave it out, or ask for that mode.")
+    made = layout(
+        prefix_ids,
+        documents,
+        question_ids,
+        history=history_ids,
+        block_size=block_size if mode == "reuse" else None,
+        pad_id=pad_id,
+    )
+    tamis = {"v": VERSION, "mode": mode, "segments": [list(span) for span in made.segments]} | choices
+    return {"prompt": list(made.tokens), "kv_transfer_params": {"tamis": tamis}}
+
+
+def warm(
+    documents: Iterable[Sequence[int]],
+    known: Iterable[str] = (),
+    *,
+    block_size: int = BLOCK_SIZE,
+    pack_tokens: int = 8192,
+    **choices: Any,
+) -> list[dict[str, Any]]:
+    """Requests that have missing documents computed and kept: to be sent with `max_tokens=1` before those using them.
+
+    vLLM looks for stored blocks from a prompt's start and stops at the first that is missing: of documents A, C, B
+    with C new, B would be computed again. Once C is there all three are found. A prefix is kept as documents are, and
+    comes first of all: give it among them. The same document twice is asked for
+    once; short ones go together, at most pack_tokens to a request, since they do not see each other.
+
+    known    keys (`document_id(ids).hex()`) that are there already, as `GET /v1/documents` lists them
+    choices  as for `request`: `namespace` and `pad_id`
+    """
+    there, packs, size = set(known), list[list[Sequence[int]]](), 0
+    for ids in documents:
+        key = document_id(ids).hex()
+        if key in there:
+            continue
+        there.add(key)
+        if not packs or size + len(ids) > pack_tokens:
+            packs.append([])
+            size = 0
+        packs[-1].append(ids)
+        size += len(ids)
+    return [request([], pack, [pack[-1][-1]], mode="reuse", block_size=block_size, **choices) for pack in packs]

@@ -1,0 +1,157 @@
+"""How Tamis is configured inside vLLM: the `kv_connector_extra_config` of its connector, strict and frozen.
+
+Without that connector in vLLM's configuration every hook of the plugin does nothing. Knows vLLM's configuration by its
+field names only and imports nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tamis.core.checks import check_fields
+from tamis.core.errors import InvalidInput
+from tamis.core.registry import unknown
+from tamis.integrations.vllm.request import MODES, Asked, parse
+
+if TYPE_CHECKING:
+    from tamis.attention.policy import Policy
+    from tamis.integrations.vllm.shelf import Shelf
+
+CONNECTOR = "TamisConnector"
+MODULE = "tamis.integrations.vllm.connector"
+SELECTOR = "threshold:local=sampled"
+OPTIONS = ("rows", "mass", "theta", "power", "local", "paired")  # of a selector, as in `attention.policy.Policy`
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an operator may choose. Requests choose among `modes`, a selector and a namespace.
+
+    modes        "sift", "reuse" or both, with a comma between
+    selector     of "sift": name[:option=value,…] with the names and options of `tamis.Policy`; one that needs no
+                 stored bits, which a server does not have
+    min_tokens   shorter prompts of "sift" are prefilled dense, exactly; None: measured per device type
+    tile         tokens of a tile: 64 or 128
+    accept_block_attention   allow "reuse" on a model that was not trained for documents that do not see each other
+    namespace    where documents lie unless a request names another one
+    directory    a folder for documents' keys and values, shared by replicas and restarts; "": none are kept
+    host_bytes, disk_bytes   of host memory for what was read or written, and of the folder
+    payload      how files keep documents: "auto", "bf16" or "selfindex", see `shelf.Shelf`
+    """
+
+    modes: str = "sift,reuse"
+    selector: str = SELECTOR
+    min_tokens: int | None = None
+    tile: int = 128
+    accept_block_attention: bool = False
+    namespace: str = "document"
+    directory: str = ""
+    host_bytes: int = 0
+    disk_bytes: int = 16 << 30
+    payload: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for mode in self.allowed:
+            if mode not in MODES:
+                raise InvalidInput(unknown("mode", mode, list(MODES)))
+        policy_of(self.selector, self)
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> Settings:
+        """From `kv_connector_extra_config`. Raises InvalidInput for unknown names and values that cannot be."""
+        names = [f.name for f in fields(cls)]
+        for name in extra:
+            if name not in names:
+                raise InvalidInput(unknown("setting in kv_connector_extra_config", str(name), names))
+        return cls(**extra)
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The modes that requests may ask for."""
+        return tuple(filter(None, (mode.strip() for mode in self.modes.split(","))))
+
+    def asked(
+        self, params: Any, tokens: Sequence[int], *, block_size: int, device_type: str, caching: bool = True
+    ) -> Asked | None:
+        """The request in `kv_transfer_params`, if Tamis has anything to do for it: None means stock and exact.
+
+        Raises InvalidInput for what cannot be served as it is asked for.
+        """
+        if not isinstance(params, Mapping) or "tamis" not in params:
+            return None
+        asked = parse(params["tamis"], tokens, block_size=block_size)
+        if asked.mode not in self.allowed:
+            raise InvalidInput(f"mode {asked.mode!r} is not served here; allowed are {', '.join(self.allowed)}.")
+        if asked.mode == "sift":
+            policy = policy_of(asked.selector or self.selector, self)
+            short = asked.n_tokens < policy.crossover_tokens(device_type)
+            return None if short or not asked.has_documents(0, asked.n_tokens) else asked
+        if not self.accept_block_attention:
+            raise InvalidInput(
+                "mode 'reuse' on a model that was not trained for it: its documents do not see each other, which costs "
+                "a stock model much of its quality. Use mode 'sift', or set accept_block_attention to true in "
+                "kv_connector_extra_config for a model with a block adapter."
+            )
+        return asked if asked.units else None
+
+    def shelf(self, fingerprint: bytes, part: tuple[int, int]) -> Shelf | None:
+        """Open the folder of documents for one of the model's parts; None where there is none."""
+        if not self.directory:
+            return None
+        from tamis.integrations.vllm.shelf import Shelf
+
+        return Shelf(
+            Path(self.directory),
+            self.host_bytes,
+            fingerprint,
+            self.namespace,
+            self.payload,
+            disk_bytes=self.disk_bytes,
+            part=part,
+        )
+
+
+def policy_of(spec: str, settings: Settings) -> Policy:
+    """The policy that a selector written as `name[:option=value,…]` stands for. Raises InvalidInput."""
+    from tamis.attention.policy import Policy
+
+    name, _, rest = "".join(spec.split()).partition(":")
+    options: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, is_pair, value = part.partition("=")
+        if key not in OPTIONS:
+            raise InvalidInput(unknown(f"option of {name}", key, list(OPTIONS)))
+        if not is_pair or key in options:
+            raise InvalidInput(f"selector {spec!r}: {part!r} is not an option=value of its own.")
+        options[key] = _value(value)
+    policy = Policy(prefill="sift", selector=name, min_tokens=settings.min_tokens, tile=settings.tile, **options)
+    if policy.needs_records:
+        raise InvalidInput(
+            f"selector {spec!r} works from documents' stored bits, which are not made inside vLLM. Use "
+            f"{SELECTOR!r}, or another one without them."
+        )
+    return policy
+
+
+def settings_of(vllm_config: Any) -> Settings | None:
+    """The settings in a vLLM configuration; None where it has no Tamis connector. Raises InvalidInput."""
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    if transfer is None or transfer.kv_connector != CONNECTOR or transfer.kv_connector_module_path != MODULE:
+        return None
+    return Settings.of(transfer.kv_connector_extra_config or {})
+
+
+def _value(text: str) -> Any:
+    words = {"true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

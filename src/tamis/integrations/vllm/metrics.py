@@ -1,0 +1,96 @@
+"""Tamis's numbers beside vLLM's own at /metrics: counters that workers and scheduler send as sums since the last step.
+
+A flat dictionary {name: number} goes from the connector to the front end; what is known has words of its own, what is
+not becomes a counter all the same. Needs vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from tamis.integrations.vllm.config import settings_of
+
+PREFIX = "vllm:tamis_"
+WORDS = {
+    "reused_tokens": "Tokens of documents whose keys and values were there, in the cache's blocks or on the shelf.",
+    "documents_loaded": "Documents that came from the shelf.",
+    "documents_saved": "Documents that the shelf took.",
+    "sift_tokens": "Tokens of prompts that were computed sparsely.",
+    "sift_tiles": "Tiles of attention that these would have had computed densely.",
+    "sift_tiles_computed": "Of these, the tiles that were computed.",
+    "refused": "Requests that were refused for what they said of their documents.",
+}
+ACTIVE = "1 where Tamis's attention and connector run in every worker."
+
+
+@dataclass
+class TamisStats(KVConnectorStats):
+    """Sums of one step or one interval."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Back to nothing."""
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another worker's or step's."""
+        for name, number in other.data.items():
+            self.data[name] = self.data.get(name, 0) + number
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the log line."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not any(self.data.values())
+
+
+def stats_of(sums: Mapping[str, int | float]) -> TamisStats | None:
+    """What a connector's `get_kv_connector_stats` returns for sums since it was last asked; None for nothing."""
+    told = {name: number for name, number in sums.items() if number}
+    return TamisStats(data=told) if told else None
+
+
+class TamisPromMetrics(KVConnectorPromMetrics):
+    """The counters, one for each engine, and `vllm:tamis_active{mode,version}`."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._make, self._made = metric_types[Counter], dict[str, Any]()
+        for name in WORDS:
+            self._counter(name)
+        import tamis
+
+        settings, names = settings_of(vllm_config), [*labelnames, "mode", "version"]
+        active = metric_types[Gauge](name=f"{PREFIX}active", documentation=ACTIVE, labelnames=names)
+        for values in per_engine_labelvalues.values():
+            for mode in () if settings is None else settings.allowed:
+                active.labels(*values, mode, tamis.__version__).set(1)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add an interval's sums."""
+        for name, number in transfer_stats_data.items():
+            if isinstance(number, int | float) and number > 0:
+                self._counter(name).labels(*self.per_engine_labelvalues[engine_idx]).inc(number)
+
+    def _counter(self, name: str) -> Any:
+        if name not in self._made:
+            words = WORDS.get(name, name.replace("_", " "))
+            self._made[name] = self._make(name=f"{PREFIX}{name}", documentation=words, labelnames=self._labelnames)
+            for values in self.per_engine_labelvalues.values():
+                self._made[name].labels(*values)  # shown as 0 before the first
+        return self._made[name]

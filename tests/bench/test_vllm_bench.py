@@ -1,0 +1,157 @@
+"""The vLLM bench without vLLM: what is asked, what rows come of it, and that a failing or late engine is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from tamis.bench import vllm as bench
+from tamis.bench import vllm_prompts as prompts
+from tamis.bench.results import Row
+from tamis.bench.reuse_workload import Zipf
+from tamis.bench.vllm import Plan, bench_vllm, table
+from tamis.bench.vllm_child import Child
+from tamis.core.errors import InvalidInput, Unavailable
+
+SIZES = prompts.Sizes(16, 64, 20)
+WORKLOAD = Zipf(documents=6, document_tokens=64, per_prompt=3, question_tokens=20).workload()
+
+
+def plan(**changes: Any) -> Plan:
+    values: dict[str, Any] = {"repeats": 2, "requests": 5, "block_size": 32, "sizes": SIZES}
+    return Plan("tiny", (256, 512), WORKLOAD, **(values | changes))
+
+
+class Fake:
+    """An engine that reuses what it has seen, and takes a millisecond a computed token."""
+
+    made: ClassVar[list[Fake]] = []
+
+    def __init__(self, setup: dict[str, Any], log: Path, environment: dict[str, str]) -> None:
+        self.setup, self.seen, self.closed, self.asked = setup, set[str](), False, list[dict[str, Any]]()
+        Fake.made.append(self)
+
+    def started(self, seconds: float) -> dict[str, Any]:
+        return {"vllm": "9.9", "gpu": "", "attention": ["fake"], "start_s": 1.0}
+
+    def ask(self, job: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
+        self.asked.append(job)
+        rows = []
+        for body in job["requests"]:
+            asked = body.get("kv_transfer_params", {}).get("tamis", {})
+            spans = asked.get("segments", []) if asked.get("mode") == "reuse" else []
+            keys = {(s[3] or "prefix", s[1] - s[0]) for s in spans if s[3] or s[2] == "prefix"}
+            cached = sum(n for key, n in keys if key in self.seen)
+            self.seen |= {key for key, _ in keys}
+            rows.append({"ttft_s": (len(body["prompt"]) - cached) / 1e3, "cached": cached, "tokens": [1, 2]})
+        return rows
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
+    Fake.made = []
+    monkeypatch.setattr(bench, "Child", Fake)
+    monkeypatch.setattr(bench, "installed", lambda: "9.9")
+    return Fake
+
+
+def test_both_engines_are_measured_and_rows_come_one_by_one(fake: type[Fake]) -> None:
+    kept: list[list[Row]] = []
+    made = bench_vllm(plan(), keep=kept.append)
+    providers = [rows[0].provider for rows in kept]
+    assert providers == [
+        *["vllm-9.9"] * 3,
+        *["vllm-9.9-tamis-stock", "vllm-9.9-tamis-sift", "vllm-9.9-tamis-reuse"] * 2,
+        "vllm-9.9-tamis-reuse",
+        *["vllm-9.9-tamis-stock", "vllm-9.9-tamis-sift", "vllm-9.9-tamis-reuse"],
+    ]
+    found = {(r.case, r.provider, r.metric): r.p50 for rows in kept for r in rows}
+    assert found["tiny/float32/512", "vllm-9.9", "ttft_s"] == 0.512
+    assert found["tiny/float32/512", "vllm-9.9-tamis-stock", "speedup_vs_vllm"] == 1
+    assert found["tiny/float32/512", "vllm-9.9-tamis-reuse", "speedup_vs_vllm"] > 4
+    assert found["tiny/float32/512", "vllm-9.9-tamis-reuse", "token_hit_rate"] > 0.8
+    assert found["tiny/float32/tp-2", "vllm-9.9-tamis-sift", "same_tokens"] == 1
+    load = "tiny/float32/zipf2.1-n6-t64-k3-q20-first-5/poisson-8"
+    assert 0 < found[load, "vllm-9.9-tamis-reuse", "token_hit_rate"] < 1
+    assert not made["left_out"] and all(one.closed for one in fake.made)
+    assert [one.setup["tamis"] is None for one in fake.made] == [True, False, False, False]
+    assert fake.made[0].setup["engine"].get("block_size") is None, "stock vLLM keeps its own"
+    assert [one.setup["engine"]["tensor_parallel_size"] for one in fake.made] == [1, 1, 1, 2]
+    assert "vllm-9.9-tamis-reuse" in table(made)
+
+
+def test_no_two_prompts_of_a_sitting_are_alike_but_for_shared_documents(fake: type[Fake]) -> None:
+    bench_vllm(plan(parts=("ttft",)))
+    ends = [tuple(b["prompt"][-20:]) for job in fake.made[1].asked for b in job["requests"] if len(job["requests"]) > 2]
+    stock, tamis = fake.made
+    assert [b["prompt"] for j in stock.asked for b in j["requests"]] == [
+        b["prompt"] for j in tamis.asked for b in j["requests"] if "kv_transfer_params" not in b
+    ], "stock and Tamis are asked the same"
+    assert len(set(ends)) == len(ends)
+
+
+def test_a_failing_engine_does_not_keep_the_rest_from_running(
+    fake: type[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "started", lambda self, s: (_ for _ in ()).throw(Unavailable("no memory")))
+    made = bench_vllm(plan())
+    assert set(made["left_out"]) == {"vllm-9.9", "vllm-9.9-tamis", "tp"} and not made["measured"]
+    assert "no memory" in table(made)
+
+
+def test_nothing_starts_after_the_deadline(fake: type[Fake]) -> None:
+    made = bench_vllm(plan(deadline_s=1.0))
+    assert not made["measured"] and all("deadline" in why for why in made["left_out"].values())
+
+
+def test_the_load_waits_for_documents_that_are_warmed_and_counts_them_as_work() -> None:
+    asked = prompts.load(WORKLOAD, 512, requests=5, rate=8.0, cut_tokens=None, block_size=32)
+    plain = prompts.load(WORKLOAD, 512, requests=5, rate=8.0, cut_tokens=None, block_size=None)
+    mine = [a for a in asked if a["measured"]]
+    assert [a["at_s"] for a in mine] == [p["at_s"] for p in plain]
+    for a, p in zip(mine, plain, strict=True):
+        spans = a["kv_transfer_params"]["tamis"]["segments"]
+        assert [t for s in spans if s[2] != "pad" for t in a["prompt"][s[0] : s[1]]] == p["prompt"]
+        assert a["real"] == len(p["prompt"]) == p["real"]
+        needed = {s[3] for s in spans if s[3]}
+        before = [asked[i] for i in a["after"]]
+        warmed = {s[3] for b in before for s in b["kv_transfer_params"]["tamis"]["segments"] if s[3]}
+        assert needed <= warmed and not any(b["measured"] for b in before)
+    assert len({i for a in mine for i in a["after"]}) == len(asked) - 5, "each document is warmed once"
+    cut = prompts.load(WORKLOAD, 512, requests=2, rate=8.0, cut_tokens=10, block_size=None)
+    assert [a["real"] for a in cut] == [40, 40]
+
+
+def test_sparse_prompts_are_as_long_as_plain_ones() -> None:
+    sparse = prompts.sparse(333, 512, [1], SIZES)[0]
+    assert sparse["prompt"] == prompts.plain(333, 512, [1])[0]["prompt"]
+    with pytest.raises(InvalidInput, match="too few"):
+        SIZES.documents(99)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [({"parts": ("speed",)}, "speed"), ({"rate": 0.0}, "rate"), ({"deadline_s": 0.0}, "deadline")],
+)
+def test_wrong_plans_are_refused(changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(InvalidInput, match=word):
+        plan(**changes)
+    with pytest.raises(InvalidInput, match="experts"):
+        Plan("tiny-moe", (2048,), WORKLOAD)
+
+
+def test_a_child_that_cannot_start_says_why_and_one_that_hangs_is_ended(tmp_path: Path) -> None:
+    setup = {"model": str(tmp_path / "nothing"), "engine": {}, "tamis": None}
+    child = Child(setup, tmp_path / "log", {"VLLM_TARGET_DEVICE": "cpu"})
+    with pytest.raises(Unavailable, match="engine"):
+        child.started(120)
+    child.close()
+    slow = Child(setup, tmp_path / "slow", {})
+    with pytest.raises(Unavailable, match="no answer within 0 s"):
+        slow.started(0)
+    assert slow._process.poll() is not None, "it was ended"

@@ -1,0 +1,97 @@
+"""What is sent to a vLLM server with Tamis: the layout, its borders, and what has to be computed first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tamis.core.errors import InvalidInput
+from tamis.integrations.vllm.client import layout, request, warm
+from tamis.prompt.segments import document_id
+
+ids = st.lists(st.integers(1, 500), max_size=40)
+some = st.lists(st.integers(1, 500), min_size=1, max_size=40)
+
+
+@given(ids, st.lists(some, max_size=5), ids, some, st.sampled_from([None, 1, 7, 16]))
+def test_segments_cover_the_prompt_and_give_every_part_back(
+    prefix: list[int], documents: list[list[int]], history: list[int], question: list[int], block: int | None
+) -> None:
+    made = layout(prefix, documents, question, history=history, block_size=block, pad_id=0)
+    assert [s[0] for s in made.segments] == [0, *(s[1] for s in made.segments[:-1])]
+    assert made.segments[-1][1] == len(made.tokens)
+    parts = {
+        kind: [t for s in made.segments if s[2] == kind for t in made.tokens[s[0] : s[1]]]
+        for kind in ("prefix", "history", "question", "pad")
+    }
+    assert (parts["prefix"], parts["history"], parts["question"]) == (prefix, history, question)
+    assert [list(made.tokens[a:b]) for a, b in made.documents] == documents
+    assert [s[3] for s in made.segments if s[2] == "document"] == [document_id(d).hex() for d in documents]
+    assert all(s[3] is None for s in made.segments if s[2] != "document")
+    assert parts["pad"] == [0] * made.pads
+    if block is None:
+        assert not made.pads
+    else:
+        assert all(start % block == 0 for start, _ in made.documents)
+        after = next(s for s in made.segments if s[2] in ("history", "question"))
+        assert not documents or after[0] % block == 0
+
+
+def test_a_request_says_what_the_server_needs() -> None:
+    made = request([1, 2], [[3, 4, 5]], [6], mode="reuse", block_size=4, namespace="document/a", pad_id=9)
+    assert made["prompt"] == [1, 2, 9, 9, 3, 4, 5, 9, 6]
+    key = document_id([3, 4, 5]).hex()
+    assert made["kv_transfer_params"]["tamis"] == {
+        "v": 1,
+        "mode": "reuse",
+        "segments": [
+            [0, 2, "prefix", None],
+            [2, 4, "pad", None],
+            [4, 7, "document", key],
+            [7, 8, "pad", None],
+            [8, 9, "question", None],
+        ],
+        "namespace": "document/a",
+    }
+    sift = request([1, 2], [[3, 4, 5]], [6], mode="sift", block_size=4, selector="threshold")
+    assert sift["prompt"] == [1, 2, 3, 4, 5, 6]
+    assert sift["kv_transfer_params"]["tamis"]["selector"] == "threshold"
+
+
+def test_only_missing_documents_are_warmed_each_once_and_together_as_far_as_they_fit() -> None:
+    a, b, c = [1] * 5, [2] * 6, [3] * 4
+    made = warm([a, b, a, c], [document_id(b).hex()], block_size=4, pack_tokens=9)
+    assert [r["kv_transfer_params"]["tamis"]["segments"][0][3] for r in made] == [document_id(a).hex()]
+    spans = made[0]["kv_transfer_params"]["tamis"]["segments"]
+    assert [s[2] for s in spans] == ["document", "pad", "document", "question"]
+    assert [len(r["prompt"]) for r in warm([a, b, c], block_size=1, pack_tokens=5)] == [6, 7, 5]
+    assert warm([a], [document_id(a).hex()]) == []
+
+
+@pytest.mark.parametrize(
+    ("choices", "word"),
+    [
+        ({"mode": "fast"}, "mode"),
+        ({"block_size": 0}, "block_size"),
+        ({"budget": 3}, "budget"),
+        ({"mode": "reuse", "selector": "all"}, "selector"),
+    ],
+)
+def test_wrong_requests_are_refused(choices: dict[str, object], word: str) -> None:
+    with pytest.raises(InvalidInput, match=word):
+        request([1], [[2]], [3], **choices)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("documents", "question"), [([[]], [1]), ([[1]], [])])
+def test_empty_parts_are_refused(documents: list[list[int]], question: list[int]) -> None:
+    with pytest.raises(InvalidInput, match="empty"):
+        request([], documents, question)
+
+
+def test_the_client_needs_neither_vllm_nor_torch() -> None:
+    code = "import sys, tamis.integrations.vllm.client; assert not {'vllm', 'torch'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

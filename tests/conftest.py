@@ -134,9 +134,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Hand the marks to the report: its keywords also hold the names of folders."""
+    """Hand the marks to the report by name (its keywords also hold folders): xdist sends it between processes."""
     outcome: Any = yield
-    outcome.get_result().tamis_marks = [(m.name, m.args) for m in item.iter_markers()]
+    outcome.get_result().tamis_marks = [m.name for m in item.iter_markers()]
 
 
 class Classes:
@@ -148,7 +148,7 @@ class Classes:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """One test is counted once: by its call, or by the set-up that kept it from being called."""
         if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
-            marks = {name for name, _ in getattr(report, "tamis_marks", ())}
+            marks = set(getattr(report, "tamis_marks", ()))
             kind = next((k for k in ("gpu", "model", "slow") if k in marks), "cpu")
             self.seen[kind, report.outcome] += 1
 

@@ -6,7 +6,8 @@
 #   make test-vllm   the tests that run vLLM on a CPU, in an environment of its own (a few gigabytes, ten minutes)
 #   make fix     format, apply safe lint fixes, write the generated pages anew
 #
-# PYTHON=python3.12 chooses the interpreter; PIP_FLAGS goes to every pip call (an index of your own, a proxy).
+# PYTHON=python3.12 chooses the interpreter; PIP_FLAGS goes to every pip call (an index of your own, a proxy);
+# PYTEST_FLAGS to every pytest call: "-n auto --dist loadfile" uses all cores.
 
 PYTHON ?= python3
 PIP_FLAGS ?=
@@ -27,10 +28,10 @@ demo: $(VENV)/.ready
 	$(BIN)/tamis ask "$(QUESTION)" --docs examples/documents -k 26 --compare
 
 test: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(PYTEST_FLAGS)
 
 test-vllm: $(VENV_VLLM)/.ready
-	OMP_NUM_THREADS=1 $(BIN_VLLM)/python -m pytest -q tests/vllm
+	OMP_NUM_THREADS=1 $(BIN_VLLM)/python -m pytest -q tests/vllm $(PYTEST_FLAGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

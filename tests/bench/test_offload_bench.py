@@ -236,5 +236,5 @@ def test_weights_larger_than_the_machine_are_refused_before_they_are_made(
 
     monkeypatch.setattr(machine.os, "sysconf", lambda name: 1 << 10)  # a megabyte
     kind = Weights if made == "offload" else Layers
-    with pytest.raises(Unavailable, match="2 layers' weights takes 5 GB and this machine has 0 GB"):
+    with pytest.raises(Unavailable, match="2 layers' weights take 5 GB and this machine has 0 GB"):
         kind(shape_of("qwen2.5-14b"), 2, torch.device("cpu"), torch.float32)

@@ -14,6 +14,7 @@ from tamis.bench.reuse_workload import Zipf
 from tamis.bench.vllm import Plan, bench_vllm, table
 from tamis.bench.vllm_child import Child
 from tamis.core.errors import InvalidInput, Unavailable
+from tamis.integrations.vllm.request import parse
 
 SIZES = prompts.Sizes(16, 64, 20)
 WORKLOAD = Zipf(documents=6, document_tokens=64, per_prompt=3, question_tokens=20).workload()
@@ -109,22 +110,55 @@ def test_nothing_starts_after_the_deadline(fake: type[Fake]) -> None:
     assert not made["measured"] and all("deadline" in why for why in made["left_out"].values())
 
 
-def test_the_load_waits_for_documents_that_are_warmed_and_counts_them_as_work() -> None:
-    asked = prompts.load(WORKLOAD, 512, requests=5, rate=8.0, cut_tokens=None, block_size=32)
-    plain = prompts.load(WORKLOAD, 512, requests=5, rate=8.0, cut_tokens=None, block_size=None)
+def keys(body: dict[str, Any]) -> list[str]:
+    """Of the documents of a prompt, the prefix among them, in order."""
+    told = parse(body["kv_transfer_params"]["tamis"], body["prompt"], block_size=32)
+    return [unit.key for unit in told.units]
+
+
+@pytest.mark.parametrize("warm_up", [0, 3])
+def test_what_could_not_be_reused_otherwise_is_computed_before(warm_up: int) -> None:
+    """Each prompt of the load finds a prefix of documents that were computed before it, and nothing known behind."""
+    choices: dict[str, Any] = {"requests": 12, "rate": 8.0, "cut_tokens": None, "warm_up": warm_up}
+    many = Zipf(exponent=1.0, documents=20, document_tokens=64, per_prompt=4, question_tokens=20).workload()
+    first, asked = prompts.load(many, 512, block_size=32, **choices)
+    plain_first, plain = prompts.load(many, 512, block_size=None, **choices)
     mine = [a for a in asked if a["measured"]]
-    assert [a["at_s"] for a in mine] == [p["at_s"] for p in plain]
+    assert len(plain) == len(mine) == 12 and len(plain_first) == warm_up
+    assert not any(one["measured"] or one["at_s"] for one in (*first, *plain_first))
+    assert [a["at_s"] for a in mine] == [p["at_s"] for p in plain] == sorted(a["at_s"] for a in mine)
+    known, warmed, none = set[str](), 0, 0
+    for body in (*first, *asked):
+        own = keys(body)
+        if "real" in body:
+            found = [key in known for key in own]
+            assert found == sorted(found, reverse=True), "vLLM's lookup stops at the first that is missing"
+            none += not warmed
+            warmed = 0
+        else:
+            assert not known & set(own), "each document is computed once"
+            warmed += 1
+        known |= set(own)
+    assert 0 < none < 12 + warm_up, "only where something known stands behind something missing"
     for a, p in zip(mine, plain, strict=True):
         spans = a["kv_transfer_params"]["tamis"]["segments"]
         assert [t for s in spans if s[2] != "pad" for t in a["prompt"][s[0] : s[1]]] == p["prompt"]
         assert a["real"] == len(p["prompt"]) == p["real"]
-        needed = {s[3] for s in spans if s[3]}
-        before = [asked[i] for i in a["after"]]
-        warmed = {s[3] for b in before for s in b["kv_transfer_params"]["tamis"]["segments"] if s[3]}
-        assert needed <= warmed and not any(b["measured"] for b in before)
-    assert len({i for a in mine for i in a["after"]}) == len(asked) - 5, "each document is warmed once"
-    cut = prompts.load(WORKLOAD, 512, requests=2, rate=8.0, cut_tokens=10, block_size=None)
+    cut = prompts.load(WORKLOAD, 512, requests=2, rate=8.0, cut_tokens=10, block_size=None)[1]
     assert [a["real"] for a in cut] == [40, 40]
+
+
+def test_a_warm_up_is_not_measured_and_named_by_the_case(fake: type[Fake]) -> None:
+    """The work of the warm-up counts for nobody, what it left counts for those that find it."""
+    rates = {}
+    for warm in (0, 4):
+        made = bench_vllm(plan(parts=("load",), warm=warm))
+        rows = [m for m in made["measured"] if m["provider"] == "vllm-9.9-tamis-reuse"]
+        rates[warm] = {m["case"]: m["p50"] for m in rows if m["metric"] == "token_hit_rate"}
+        assert [len(job["requests"]) for job in fake.made[-2].asked] == ([4, 5] if warm else [5])
+    name = "tiny/float32/zipf2.1-n6-t64-k3-q20"
+    cold, warm_rate = rates[0][f"{name}-first-5/poisson-8"], rates[4][f"{name}-5-after-4/poisson-8"]
+    assert 0 < cold < warm_rate < 1
 
 
 def test_sparse_prompts_are_as_long_as_plain_ones() -> None:
@@ -136,7 +170,13 @@ def test_sparse_prompts_are_as_long_as_plain_ones() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [({"parts": ("speed",)}, "speed"), ({"rate": 0.0}, "rate"), ({"deadline_s": 0.0}, "deadline")],
+    [
+        ({"parts": ("speed",)}, "speed"),
+        ({"warm": 196}, "ask for less"),
+        ({"warm": -1}, "after -1"),
+        ({"rate": 0.0}, "rate"),
+        ({"deadline_s": 0.0}, "deadline"),
+    ],
 )
 def test_wrong_plans_are_refused(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(InvalidInput, match=word):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tamis.core.errors import InvalidInput
-from tamis.integrations.vllm.client import layout, request, warm
+from tamis.integrations.vllm.client import layout, request, warm, warm_for
+from tamis.integrations.vllm.hashing import Root, block_names
+from tamis.integrations.vllm.request import parse
 from tamis.prompt.segments import document_id
 
 ids = st.lists(st.integers(1, 500), max_size=40)
@@ -62,14 +65,73 @@ def test_a_request_says_what_the_server_needs() -> None:
     assert sift["kv_transfer_params"]["tamis"]["selector"] == "threshold"
 
 
+def keys(body: dict[str, Any]) -> list[str]:
+    return [s[3] for s in body["kv_transfer_params"]["tamis"]["segments"] if s[3]]
+
+
+def key(ids: list[int]) -> str:
+    return document_id(ids).hex()
+
+
 def test_only_missing_documents_are_warmed_each_once_and_together_as_far_as_they_fit() -> None:
     a, b, c = [1] * 5, [2] * 6, [3] * 4
-    made = warm([a, b, a, c], [document_id(b).hex()], block_size=4, pack_tokens=9)
-    assert [r["kv_transfer_params"]["tamis"]["segments"][0][3] for r in made] == [document_id(a).hex()]
+    made = warm([a, b, a, c], [key(b)], block_size=4, pack_tokens=12)
+    assert [keys(r) for r in made] == [[key(a), key(c)]]
     spans = made[0]["kv_transfer_params"]["tamis"]["segments"]
     assert [s[2] for s in spans] == ["document", "pad", "document", "question"]
-    assert [len(r["prompt"]) for r in warm([a, b, c], block_size=1, pack_tokens=5)] == [6, 7, 5]
-    assert warm([a], [document_id(a).hex()]) == []
+    assert [len(r["prompt"]) for r in warm([a, b, c], block_size=1, pack_tokens=5)] == [7, 6, 5], "none is cut"
+    assert [len(keys(r)) for r in warm([a, b, c], block_size=4, pack_tokens=12)] == [2, 1], "pads take room, too"
+    assert warm([a], [key(a)]) == []
+
+
+@given(st.lists(some, max_size=9, unique_by=tuple), st.integers(1, 80))
+def test_packs_hold_what_they_may_and_no_two_would_fit_one(documents: list[list[int]], most: int) -> None:
+    packs = [keys(r) for r in warm(documents, block_size=8, pack_tokens=most)]
+    assert sorted(k for pack in packs for k in pack) == sorted(key(d) for d in documents)
+    room = {key(d): -(-len(d) // 8) * 8 for d in documents}
+    sizes = sorted(sum(room[k] for k in pack) for pack in packs)
+    assert all(len(pack) == 1 or sum(room[k] for k in pack) <= most for pack in packs)
+    assert len(sizes) < 2 or sizes[0] + sizes[1] > most
+
+
+A, B, C, D = ([i] * 5 for i in range(1, 5))
+
+
+@pytest.mark.parametrize(
+    ("documents", "known", "computed"),
+    [
+        ([A, B], [], []),
+        ([A, B], [A, B], []),
+        ([A, C], [A], []),
+        ([A, C, B], [A, B], [C]),
+        ([C, A, D], [A], [C]),
+        ([C, D, A, B], [A], [C, D]),
+        ([C, C], [], [C]),
+        ([C, D, C, B], [], [C, D]),
+        ([], [], []),
+    ],
+)
+@pytest.mark.parametrize("leads", [False, True])
+def test_before_a_prompt_only_what_stands_before_something_known_is_warmed(
+    documents: list[list[int]], known: list[list[int]], computed: list[list[int]], leads: bool
+) -> None:
+    """With and without the first one as the prefix: it counts as a document."""
+    prefix, *rest = documents if leads and documents else [[], *documents]
+    made = warm_for(prefix, rest, map(key, known), block_size=4, namespace="n")
+    assert [k for r in made for k in keys(r)] == [key(d) for d in computed]
+    assert all(r["kv_transfer_params"]["tamis"]["namespace"] == "n" for r in made)
+
+
+def test_a_prefix_and_a_document_of_the_same_tokens_have_the_same_blocks() -> None:
+    """What was warmed as a document is found as a prefix, pads behind it included."""
+    (warmed,) = warm([A], block_size=8)
+    asked = request(A, [B], C, block_size=8)
+    names = []
+    for body in (warmed, asked):
+        told = parse(body["kv_transfer_params"]["tamis"], body["prompt"], block_size=8)
+        make = lambda parent, tokens, extra: (parent, tuple(tokens), extra)  # noqa: E731
+        names.append(block_names(told, body["prompt"], [], block=8, root=Root("model", ""), make=make))
+    assert names[0][0] == names[1][0] != names[1][1]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tamis.integrations.vllm import compat
 from tamis.integrations.vllm.client import request
 from tamis.integrations.vllm.request import Asked, parse
-from tamis.integrations.vllm.reuse import plan_rows
+from tamis.integrations.vllm.reuse import Decodes, plan_rows
 from tamis.integrations.vllm.sift import dense_rows
 from tamis.integrations.vllm.step import Row
 from tamis.kernels.lists import Tiling
@@ -124,3 +125,47 @@ def test_cpu_pages_read_and_written() -> None:
     assert torch.equal(found[0], keys) and torch.equal(found[1], values)
     stored = cache.view(6, KV, 2, PAGE * DIM)[4, 0, 0].view(DIM, PAGE)
     assert torch.equal(stored[:, 3], keys[0, 3]), "keys lie dim by dim, as vLLM's CPU kernels keep them"
+
+
+def test_a_kept_decode_plan_is_the_one_that_would_be_made_anew() -> None:
+    """Token by token, as requests cross pages, come and go: the same bits, and mostly nothing is made."""
+    told, device = [asked(70, 45), asked(16, 33, 5, question=40), asked(20)], torch.device("cpu")
+    sizes = [t.n_tokens + 40 for t in told]
+    count = [-(-n // PAGE) for n in sizes]
+    blocks = torch.randperm(sum(count)).split(count)
+    keys, values = (torch.randn(sum(count), KV, PAGE, DIM) for _ in range(2))
+    kept, anew, plans = Decodes(), 0, []
+    for step in range(40):
+        names = [i for i in range(3) if i < 2 or 20 < step < 30]
+        rows = []
+        for at, i in enumerate(names):
+            index = told[i].n_tokens + step
+            rows.append((at, Row(str(i), told[i], index, 1, tuple(blocks[i].tolist()[: index // PAGE + 1]))))
+        made, fresh = (
+            plan_rows(rows, ROTARY.angles, page=PAGE, kv_heads=KV, device=device, kept=k) for k in (kept, None)
+        )
+        q = torch.randn(len(rows), HEADS, DIM)
+        out = [torch.empty_like(q) for _ in range(2)]
+        for plan, to in ((made, out[0]), (fresh, out[1])):
+            plan.attend(q, keys, values, DIM**-0.5, to)
+        assert torch.equal(*out), step
+        assert torch.equal(made.moved[1], fresh.moved[1])
+        anew += not any(made.plan is p for p in plans)
+        plans.append(made.plan)
+    assert anew <= 16, "when a page begins or is full, and when the third request comes or goes"
+
+
+@pytest.mark.parametrize("change", ["computed", "blocks", "asked", "request"])
+def test_a_decode_plan_of_something_else_is_not_kept(change: str) -> None:
+    told, device, kept = asked(70, 45), torch.device("cpu"), Decodes()
+    n = told.n_tokens - told.n_tokens % PAGE + PAGE + 3
+    first = Row("a", told, n, 1, tuple(range(20)))
+    new = {"computed": n + 2, "blocks": tuple(range(1, 21)), "asked": asked(71, 45), "request": "b"}
+    plan_rows([(0, first)], ROTARY.angles, page=PAGE, kv_heads=KV, device=device, kept=kept)
+    before = kept.plan
+    row = replace(first, **{"computed": n + 1, change: new[change]})
+    made = plan_rows([(0, row)], ROTARY.angles, page=PAGE, kv_heads=KV, device=device, kept=kept)
+    assert made.plan is not before and kept.plan is made.plan
+    row = replace(row, computed=row.computed + 1)
+    again = plan_rows([(0, row)], ROTARY.angles, page=PAGE, kv_heads=KV, device=device, kept=kept)
+    assert again.plan is made.plan, "the new one is kept"

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from vllm_engines import BLOCK, SETTINGS, Engine, Engines, Peer
 
-from tamis.integrations.vllm.client import request, warm
+from tamis.integrations.vllm.client import request, warm, warm_for
+from tamis.prompt.segments import document_id
 
 CHOICES = {"prefill": "reuse", "accept_block_attention": True}
 Words = Callable[..., list[int]]
@@ -61,6 +62,41 @@ def test_holes_are_filled_by_warming(engine: Engine, peer: Peer, texts: Texts) -
     made = engine.run(texts.asked(texts.a, texts.c, texts.b, **choices))[0]
     assert made.cached == blocks(texts.prefix, texts.a, texts.c, texts.b)
     assert made.tokens == texts.answer(peer, texts.a, texts.c, texts.b)
+
+
+def test_what_is_warmed_is_found_without_waiting(engine: Engine, peer: Peer, texts: Texts) -> None:
+    """Warm requests and the one that needs them at once: blocks are found in the step that computes them."""
+    choices = {"namespace": "at once"}
+    engine.run(texts.asked(texts.b, **choices))
+    known = [document_id(ids).hex() for ids in (texts.prefix, texts.b)]
+    for order, missing in (((texts.a, texts.c, texts.b), [texts.a, texts.c]), ((texts.b, texts.a), [])):
+        first = warm_for(texts.prefix, order, known, block_size=BLOCK, **choices)
+        assert [len(one["prompt"]) for one in first] == [blocks(*missing) + 1] * bool(missing)
+        made = engine.run(*first, texts.asked(*order, **choices))
+        assert made[-1].cached == blocks(texts.prefix, *order)
+        assert made[-1].tokens == texts.answer(peer, *order)
+
+
+def test_requests_of_one_step_share_what_the_first_computes(engine: Engine, peer: Peer, texts: Texts) -> None:
+    """Nothing is known: the second prompt finds the first one's blocks, and goes on from them with one of its own."""
+    choices = {"namespace": "together"}
+    assert warm_for(texts.prefix, [texts.a, texts.c], block_size=BLOCK, **choices) == []
+    one, two = engine.run(texts.asked(texts.a, **choices), texts.asked(texts.a, texts.c, **choices))
+    assert (one.cached, two.cached) == (0, blocks(texts.prefix, texts.a))
+    assert one.tokens == texts.answer(peer, texts.a) and two.tokens == texts.answer(peer, texts.a, texts.c)
+
+
+def test_a_long_answer_with_others_coming_and_going(engine: Engine, peer: Peer, texts: Texts) -> None:
+    """The decode plan is kept from token to token: over pages' borders, and beside requests that end earlier."""
+    choices = {"namespace": "long"}
+    asked = texts.asked(texts.a, texts.c, **choices)
+    want = engine.run(asked, n=80)[0]
+    assert want.tokens[:6] == texts.answer(peer, texts.a, texts.c)
+    beside = [texts.asked(texts.b, **choices), texts.asked(texts.c, texts.a, **choices)]
+    made = engine.run(asked, *beside, n=80)
+    assert made[0].tokens == want.tokens
+    assert made[1].tokens == engine.run(beside[0], n=80)[0].tokens
+    assert engine.worker.state.decodes.plan is not None
 
 
 def test_documents_without_pads_behind_the_last(engine: Engine, peer: Peer, texts: Texts) -> None:

@@ -79,7 +79,7 @@ def check_memory(n_bytes: int, device: torch.device, what: str) -> None:
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if n_bytes > there:
         raise Unavailable(
-            f"{what} takes {n_bytes / 1e9:.0f} GB and this machine has {there / 1e9:.0f} GB. Give --shape tiny, or use "
+            f"{what} take {n_bytes / 1e9:.0f} GB and this machine has {there / 1e9:.0f} GB. Give --shape tiny, or use "
             "a GPU."
         )
 

@@ -294,6 +294,8 @@ def bench_offload(plan: OffloadPlan, note: Note = lambda _: None, keep: Keep = l
     """
     bench = _Bench(plan, note, keep)
     locality = load_all(plan.locality) if {"cells", "resident"} & set(plan.measures) and not plan.check_only else None
+    if {"cells", "resident", "dense-offload"} & set(plan.measures) and not plan.check_only:
+        Weights.check(bench.shape, bench.layers, bench.device, bench.dtype)  # before anything takes minutes
     if not bench.cuda:
         note("no GPU is used: the reference runs on a CPU, float32, and says nothing about a GPU")
     errors = check(bench.shape, bench.rule, bench.ops, bench.device, bench.dtype)

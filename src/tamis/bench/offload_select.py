@@ -18,7 +18,7 @@ from tamis.bench.shapes import Shape
 from tamis.kernels.blocks import COARSE, BlockRule
 from tamis.kernels.reference.blocks import pool_keys
 
-CHUNK = 8192  # rows that are scored at once
+CHUNK = {"cuda": 8192, "cpu": 256}  # rows that are scored at once: the reference holds all their scores
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,11 @@ def measure(
     pooled = pool_keys(keys, rule.window, rule.stride)
     wide = pool_keys(keys, COARSE * rule.window, COARSE * rule.stride)
     scale, n_blocks = shape.head_dim**-0.5, rule.n_blocks(tokens)
-    firsts = range(0, tokens, CHUNK)
+    chunk = CHUNK[device.type]
+    firsts = range(0, tokens, chunk)
 
     def of(q: torch.Tensor, scaled: float | None, *, select: bool) -> Callable[[], None]:
-        chunks = [q[:, first : first + CHUNK].contiguous() for first in firsts]
+        chunks = [q[:, first : first + chunk].contiguous() for first in firsts]
 
         def run() -> None:
             for first, part in zip(firsts, chunks, strict=True):

@@ -95,9 +95,7 @@ class Weights:
         self.shape, self.layers, self.pieces = shape, layers, Pieces.on(device)
         d, inner = shape.head_dim, shape.heads * shape.head_dim
 
-        each = (shape.heads + 3 * shape.kv_heads) * d + inner + 3 * shape.intermediate
-        n_bytes = (layers * each + shape.vocabulary) * shape.hidden * dtype.itemsize
-        check_memory(n_bytes, device, f"{layers} layers' weights")
+        self.check(shape, layers, device, dtype)
 
         def weight(rows: int, columns: int, n: int = layers) -> torch.Tensor:
             return torch.empty(n, rows, columns, dtype=dtype, device=device).normal_(std=0.02)
@@ -109,6 +107,13 @@ class Weights:
         self.scale = torch.ones(shape.hidden, dtype=dtype, device=device)
         angle = torch.arange(d // 2, device=device) * 0.1
         self.cos, self.sin = angle.cos(), angle.sin()
+
+    @staticmethod
+    def check(shape: Shape, layers: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises Unavailable where so many layers' weights do not fit a CPU's memory."""
+        each = (2 * shape.heads + 3 * shape.kv_heads) * shape.head_dim + 3 * shape.intermediate
+        n_bytes = (layers * each + shape.vocabulary) * shape.hidden * dtype.itemsize
+        check_memory(n_bytes, device, f"{layers} layers' weights")
 
     def heads(self, y: torch.Tensor, layer: int, *, forecast: bool) -> tuple[torch.Tensor, ...]:
         """v [B, Hkv, D], q [B, Hq, D], k and, if asked for, the forecast [B, Hkv, D] of y [B, hidden], rotated."""

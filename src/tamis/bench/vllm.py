@@ -48,6 +48,7 @@ class Plan:
     selector    of mode "sift"; random weights show it nothing, so with `densities` (a file of `bench
                 record-densities`) the lists that it makes are replaced by such of a real model's density
     workload    and how many of its requests, arrivals a second, and tokens to which each piece of a prompt is cut
+    warm        so many requests of the workload come before those, all at once, and are not measured
     tp          GPUs (on a CPU: processes) of the tensor-parallel engine, which is compared with one alone
     block_size  of the engine with Tamis; stock vLLM keeps its own default
     deadline_s  of everything: no job starts after it, and one that runs is ended
@@ -63,6 +64,7 @@ class Plan:
     requests: int = 64
     rate: float = 8.0
     cut_tokens: int | None = None
+    warm: int = 0
     tp: int = 2
     block_size: int = 64
     deadline_s: float = 1800.0
@@ -76,6 +78,10 @@ class Plan:
             self.sizes.documents(n)
         if not self.rate > 0 or not self.deadline_s > 0:
             raise InvalidInput(f"rate {self.rate}, deadline {self.deadline_s}; give numbers above 0.")
+        if self.warm < 0 or self.warm + self.requests > self.workload.n_requests:
+            raise InvalidInput(
+                f"{self.requests} requests after {self.warm} of a workload of {self.workload.n_requests}; ask for less."
+            )
         if shape_of(self.shape).experts:
             raise InvalidInput(f"{self.shape} has experts; give a dense shape, such as llama-3.1-8b.")
 
@@ -165,14 +171,17 @@ class Sitting:
     def _loaded(self, child: Child, provider: str, *, reuse: bool) -> None:
         """The workload's requests as they arrive: times of those that ask, not of those that only warm documents."""
         plan = self.plan
-        asked = prompts.load(
+        first, asked = prompts.load(
             plan.workload, self.vocabulary, requests=plan.requests, rate=plan.rate, cut_tokens=plan.cut_tokens,
-            block_size=plan.block_size if reuse else None,
+            block_size=plan.block_size if reuse else None, warm_up=plan.warm,
         )  # fmt: skip
+        if first:
+            self._ask(child, first, alone=False)
         found = self._ask(child, asked, alone=False)
         measured = [(a, f) for a, f in zip(asked, found, strict=True) if a["measured"]]
         cut = "" if plan.cut_tokens is None else f"-cut-{plan.cut_tokens}"
-        case = f"{self._case}/{plan.workload.name}-first-{plan.requests}{cut}/poisson-{plan.rate:g}"
+        which = f"{plan.requests}-after-{plan.warm}" if plan.warm else f"first-{plan.requests}"
+        case = f"{self._case}/{plan.workload.name}-{which}{cut}/poisson-{plan.rate:g}"
         times = [f["ttft_s"] for _, f in measured]
         # pads that are computed and documents that are warmed count as work
         worked = sum(len(a["prompt"]) - f["cached"] for a, f in zip(asked, found, strict=True))

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,42 +91,36 @@ class Runner:
         }
 
     def run(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        """`requests`: bodies as `integrations.vllm.client.request` makes them, each with `at_s` (arrival) and
-        `after`: numbers of requests that have to be done before it. They are sent when they arrive; `alone`: one after
-        the other. Answers a row for each: ttft_s, cached, tokens."""
+        """`requests`: bodies as `integrations.vllm.client.request` makes them, each with `at_s` (arrival), in that
+        order. They are sent when they arrive; `alone`: one after the other. Answers a row for each: ttft_s, cached,
+        tokens."""
         asked = [Asked(0.0, body) for body in job["requests"]]
-        if job["alone"]:
-            for one in asked:
-                self._loop([one], job["max_tokens"], waits={})
-        else:
-            waits = {i: set(r.get("after", ())) for i, r in enumerate(job["requests"])}
-            self._loop(asked, job["max_tokens"], waits=waits)
+        for some in [[one] for one in asked] if job["alone"] else [asked]:
+            self._loop(some, job["max_tokens"])
         rows = [{"ttft_s": a.first_s - a.arrived_s, "cached": a.cached, "tokens": a.tokens} for a in asked]
         return {"rows": rows}
 
-    def _loop(self, asked: Sequence[Asked], max_tokens: int, *, waits: Mapping[int, set[int]]) -> None:
+    def _loop(self, asked: Sequence[Asked], max_tokens: int) -> None:
         begin = time.perf_counter()
-        running: dict[str, int] = {}
-        todo, done = list(range(len(asked))), set[int]()
+        running: dict[str, Asked] = {}
+        todo = deque(asked)
         while todo or running:
             now = time.perf_counter() - begin
-            ready = [i for i in todo if asked[i].body.get("at_s", 0.0) <= now and waits.get(i, set()) <= done]
-            for i in ready:
-                asked[i].arrived_s = begin + asked[i].body.get("at_s", 0.0)
-                running[self._add(asked[i].body, max_tokens)] = i
-                todo.remove(i)
+            while todo and todo[0].body.get("at_s", 0.0) <= now:
+                one = todo.popleft()
+                one.arrived_s = begin + one.body.get("at_s", 0.0)
+                running[self._add(one.body, max_tokens)] = one
             if not running:
-                later = [asked[i].body.get("at_s", 0.0) for i in todo if waits.get(i, set()) <= done]
-                time.sleep(max(0.0, min(later) - (time.perf_counter() - begin)))
+                time.sleep(max(0.0, todo[0].body["at_s"] - (time.perf_counter() - begin)))
                 continue
             for output in self.engine.step():
-                one = asked[running[output.request_id]]
+                one = running[output.request_id]
                 tokens = list(output.outputs[0].token_ids)
                 if tokens and not one.first_s:
                     one.first_s, one.cached = time.perf_counter(), output.num_cached_tokens or 0
                 if output.finished:
                     one.tokens = tokens
-                    done.add(running.pop(output.request_id))
+                    del running[output.request_id]
 
     def _add(self, body: Mapping[str, Any], max_tokens: int) -> str:
         from vllm import SamplingParams

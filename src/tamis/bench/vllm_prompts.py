@@ -11,7 +11,7 @@ import numpy as np
 
 from tamis.bench.reuse_workload import Piece, Workload
 from tamis.core.errors import InvalidInput
-from tamis.integrations.vllm.client import request, warm
+from tamis.integrations.vllm.client import request, warm_for
 from tamis.prompt.segments import document_id
 
 FIRST_ID = 10  # below lie a tokenizer's special tokens
@@ -75,31 +75,38 @@ def reused(tokens: int, vocabulary: int, seeds: Sequence[int], sizes: Sizes, blo
 
 
 def load(
-    workload: Workload, vocabulary: int, *, requests: int, rate: float, cut_tokens: int | None, block_size: int | None
-) -> list[dict[str, Any]]:
-    """The workload's first requests with Poisson arrivals: plain prompts, or (block_size given) such that name their
-    documents, each after those that compute what no earlier one did. `measured`: not one of those; `real`: tokens
-    without pads."""
-    chance, at, made = np.random.default_rng(0), 0.0, list[dict[str, Any]]()
-    computed: dict[str, int] = {}  # a document's key, and the number of the request that computes it
-    for row in islice(workload.requests(0), requests):
-        at += float(chance.exponential(1 / rate))
+    workload: Workload,
+    vocabulary: int,
+    *,
+    requests: int,
+    rate: float,
+    cut_tokens: int | None,
+    block_size: int | None,
+    warm_up: int = 0,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The workload's first `warm_up` requests, which are there at once, and the next `requests` with Poisson arrivals:
+    plain prompts, or (block_size given) such that name their documents, each behind one that computes what it could not
+    reuse otherwise. To be sent in this order; nothing waits for another. `measured`: neither those nor the warm-up;
+    `real`: tokens without pads."""
+    chance, at = np.random.default_rng(0), 0.0
+    first, then = list[dict[str, Any]](), list[dict[str, Any]]()
+    known = set[str]()
+    for number, row in enumerate(islice(workload.requests(0), warm_up + requests)):
+        measured = number >= warm_up
+        at += float(chance.exponential(1 / rate)) if measured else 0.0
+        made = then if measured else first
         prefix = _ids(row.prefix, vocabulary, cut_tokens)
         documents = [_ids([piece], vocabulary, cut_tokens) for piece in row.documents]
         own = _ids(row.own, vocabulary, cut_tokens)
-        real = len(prefix) + sum(map(len, documents)) + len(own)
-        asked = {"at_s": at, "measured": True, "real": real, "after": list[int]()}
+        asked = {"at_s": at, "measured": measured, "real": len(prefix) + sum(map(len, documents)) + len(own)}
         if block_size is None:
             made.append(asked | {"prompt": [*prefix, *(i for d in documents for i in d), *own]})
             continue
-        alone = [part for part in (prefix, *documents) if part]
-        keys = [document_id(d).hex() for d in alone]
-        for body in warm(alone, computed, block_size=block_size):
-            computed |= {s[3]: len(made) for s in body["kv_transfer_params"]["tamis"]["segments"] if s[3]}
+        for body in warm_for(prefix, documents, known, block_size=block_size):
             made.append(body | {"at_s": at, "measured": False})
-        asked["after"] = sorted({computed[key] for key in keys})
+        known |= {document_id(ids).hex() for ids in (prefix, *documents) if ids}
         made.append(asked | request(prefix, documents, own, mode="reuse", block_size=block_size))
-    return made
+    return first, then
 
 
 def _ids(pieces: Sequence[Piece], vocabulary: int, cut: int | None) -> list[int]:

@@ -72,7 +72,9 @@ def offload(
     shape: Annotated[str, typer.Option(help="minicpm4.1-8b, llama-3.1-8b, another without experts, or tiny.")] = (
         "minicpm4.1-8b"
     ),
-    tokens: Annotated[str, typer.Option(help="Tokens of each sequence, comma-separated.")] = "131072",
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens of each sequence, comma-separated. Default: 131072; 4096 where tiny.")
+    ] = None,
     batch: Annotated[str, typer.Option(help="Sequences of a step, comma-separated.")] = "4,16,64",
     slots: Annotated[
         str, typer.Option(help="Slots of the device for each block that a token reads, comma-separated.")
@@ -118,8 +120,9 @@ def offload(
 
     kept = Kept("offload", results)
     sequences = lengths_of(batch, "batch", "numbers of sequences such as 4,16")
+    lengths = lengths_of(tokens or ("4096" if shape == "tiny" else "131072"))
     plan = OffloadPlan(
-        shape, lengths_of(tokens), sequences, _numbers(slots), _words(providers), _words(only), locality, layers,
+        shape, lengths, sequences, _numbers(slots), _words(providers), _words(only), locality, layers,
         rounds, programs, warps, host_gb, kv_cap_gb, timeline, check_only, device, kernel,
     )  # fmt: skip
     made = bench_offload(plan, kept.note, kept.keep)

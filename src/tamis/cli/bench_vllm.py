@@ -32,6 +32,7 @@ def vllm(
     densities: Densities = None,
     trace: Trace = None,
     requests: Annotated[int, typer.Option(min=1, help="Of the load.")] = 64,
+    warm: Annotated[int, typer.Option(min=0, help="Requests of the load before those, all at once, unmeasured.")] = 0,
     rate: Annotated[float, typer.Option(help="Poisson arrivals a second.")] = 8.0,
     cut_tokens: Annotated[int | None, typer.Option(min=1, help="Cut each piece of a loaded prompt.")] = None,
     tp: Annotated[int, typer.Option(min=2, help="GPUs of the tensor-parallel engine; on a CPU processes.")] = 2,
@@ -50,16 +51,18 @@ def vllm(
     from tamis.bench.vllm import Plan, bench_vllm, table
     from tamis.bench.vllm_prompts import Sizes
 
-    if trace is not None:
-        workload = read_trace(trace, limit=requests)
-    else:
-        short = Zipf(documents=8, document_tokens=64, per_prompt=3, question_tokens=20)
-        workload = (short if tiny else Zipf(documents=50, document_tokens=512)).workload()
     if tiny:
         shape, tokens, repeats, requests, block_size = "tiny", "256,512", min(repeats, 2), min(requests, 6), 32
+        warm = min(warm, 6)
+    if trace is not None:
+        workload = read_trace(trace, limit=warm + requests)
+    else:
+        count = max(Zipf.requests, warm + requests)
+        short = Zipf(documents=8, document_tokens=64, per_prompt=3, question_tokens=20, requests=count)
+        workload = (short if tiny else Zipf(documents=50, document_tokens=512, requests=count)).workload()
     plan = Plan(
         shape, lengths_of(tokens), workload, [p.strip() for p in parts.split(",") if p.strip()], repeats=repeats,
-        selector=selector, densities=densities, requests=requests, rate=rate, cut_tokens=cut_tokens, tp=tp,
+        selector=selector, densities=densities, requests=requests, rate=rate, cut_tokens=cut_tokens, warm=warm, tp=tp,
         block_size=block_size, deadline_s=deadline, sizes=Sizes(16, 64, 20) if tiny else Sizes(),
     )  # fmt: skip
     kept = Kept("vllm", results)

@@ -76,25 +76,23 @@ class KeyTiles:
 
         Raises InvalidInput for segments whose pages do not hold their keys, or that lie outside the positions.
         """
-        rows: list[tuple[int, int, int, int]] = []
-        holes: list[torch.Tensor] = []
         offsets = sorted({s.offset for s in segments} - {0})
         if offsets and angles is None:
             raise InvalidInput(f"segments are moved by {offsets[:4]} positions and no angles are given; pass `angles`.")
         for segment in segments:
             _check_segment(segment, page)
-            document = offsets.index(segment.offset) if segment.offset else ABSOLUTE
-            padded = torch.zeros(len(segment.pages) * page, dtype=torch.uint8)
-            if segment.holes is not None:
-                padded[: segment.length] = segment.holes
-            holes.extend(padded.view(-1, page))
-            for i, number in enumerate(segment.pages):
-                rows.append((number, min(page, segment.length - i * page), segment.position + i * page, document))
-        table = torch.tensor(rows, dtype=torch.int32).view(-1, 4)
+        place = {offset: i for i, offset in enumerate(offsets)} | {0: ABSOLUTE}
+        own = torch.tensor([(s.length, s.position, place[s.offset]) for s in segments]).view(-1, 3)
+        counts = torch.tensor([len(s.pages) for s in segments], dtype=torch.int64)
+        of = torch.repeat_interleave(torch.arange(len(segments)), counts)
+        before = (torch.arange(len(of)) - (counts.cumsum(0) - counts)[of]) * page
+        length, position, document = own[of].unbind(1)
+        numbers = torch.tensor([number for s in segments for number in s.pages], dtype=torch.int64)
+        table = torch.stack([numbers, (length - before).clamp(max=page), position + before, document], 1).int()
         order = table[:, POSITION].argsort(stable=True)
-        some = any(s.holes is not None and bool(s.holes.any()) for s in segments)
         cos, sin = angles(torch.tensor(offsets)) if offsets and angles is not None else (None, None)
-        kept = torch.stack(holes)[order] if some else None
+        holes = _holes(segments, page)
+        kept = None if holes is None else holes[order]
         return cls(table[order].contiguous(), page, cos, sin, kept, slopes)
 
     @property
@@ -267,6 +265,19 @@ def check_rows(q: torch.Tensor, lists: PagedLists) -> None:
         )
     if lists.count.shape[0] not in (1, q.shape[0]):
         raise InvalidInput(f"lists are for {lists.count.shape[0]} heads, q has {q.shape[0]}; give 1 or all.")
+
+
+def _holes(segments: Sequence[Segment], page: int) -> torch.Tensor | None:
+    """uint8 [all pages, page], or None where nothing is left out."""
+    if not any(s.holes is not None and bool(s.holes.any()) for s in segments):
+        return None
+    made = torch.zeros((sum(len(s.pages) for s in segments), page), dtype=torch.uint8)
+    flat, at = made.view(-1), 0
+    for segment in segments:
+        if segment.holes is not None:
+            flat[at : at + segment.length] = segment.holes
+        at += len(segment.pages) * page
+    return made
 
 
 def _check_segment(segment: Segment, page: int) -> None:

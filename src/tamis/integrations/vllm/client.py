@@ -18,6 +18,7 @@ VERSION = 1  # of the form of `kv_transfer_params["tamis"]`
 MODES = ("sift", "reuse")
 PAD = "pad"
 BLOCK_SIZE = 16  # vLLM's own default
+PACK_TOKENS = 8192  # of a request that warms, pads included: what vLLM computes in a step by default on a server
 Span = tuple[int, int, str, str | None]
 
 
@@ -122,33 +123,65 @@ def request(
     return {"prompt": list(made.tokens), "kv_transfer_params": {"tamis": tamis}}
 
 
+def warm_for(
+    prefix_ids: Sequence[int],
+    documents: Iterable[Sequence[int]],
+    known: Iterable[str] = (),
+    *,
+    block_size: int = BLOCK_SIZE,
+    pack_tokens: int = PACK_TOKENS,
+    **choices: Any,
+) -> list[dict[str, Any]]:
+    """What to send, in order, before a `request` of this prefix and these documents, so that it reuses all it can.
+
+    vLLM looks for stored blocks from a prompt's start and stops at the first that is missing: of documents A, C, B with
+    C new, B would be computed again, unless C is there first. What is missing behind everything known needs nothing:
+    the request computes it, and it is kept all the same. So the answer is often empty. A prefix counts as a document.
+
+    One server's scheduler takes requests as they come, and finds blocks that are computed in the very same step:
+    nothing has to be waited for there. Wait for the answers where another server might take the request.
+    known, pack_tokens, choices   as for `warm`
+    """
+    there = set(known)
+    prompt = [ids for ids in (prefix_ids, *documents) if len(ids)]
+    found = []
+    for ids in prompt:
+        key = document_id(ids).hex()
+        found.append(key in there)  # so is what stands in the prompt twice, once its first place is computed
+        there.add(key)
+    last = max((i for i, is_known in enumerate(found) if is_known), default=0)
+    missing = [ids for ids, is_known in zip(prompt[:last], found, strict=False) if not is_known]
+    return warm(missing, block_size=block_size, pack_tokens=pack_tokens, **choices)
+
+
 def warm(
     documents: Iterable[Sequence[int]],
     known: Iterable[str] = (),
     *,
     block_size: int = BLOCK_SIZE,
-    pack_tokens: int = 8192,
+    pack_tokens: int = PACK_TOKENS,
     **choices: Any,
 ) -> list[dict[str, Any]]:
-    """Requests that have missing documents computed and kept: to be sent with `max_tokens=1` before those using them.
+    """Requests that have missing documents computed and kept, whatever will ask for them: to be sent with
+    `max_tokens=1`. Before a certain prompt `warm_for` sends no more than it gains by.
 
-    vLLM looks for stored blocks from a prompt's start and stops at the first that is missing: of documents A, C, B
-    with C new, B would be computed again. Once C is there all three are found. A prefix is kept as documents are, and
-    comes first of all: give it among them. The same document twice is asked for
-    once; short ones go together, at most pack_tokens to a request, since they do not see each other.
-
+    Documents go together, as few requests as at most pack_tokens each allow (a longer document has its own), since
+    they do not see each other; the same one twice is asked for once. A prefix is kept as documents are: give it among
+    them.
     known    keys (`document_id(ids).hex()`) that are there already, as `GET /v1/documents` lists them
     choices  as for `request`: `namespace` and `pad_id`
     """
-    there, packs, size = set(known), list[list[Sequence[int]]](), 0
+    there, packs = set(known), list[tuple[int, list[Sequence[int]]]]()
+    missing: dict[str, Sequence[int]] = {}
     for ids in documents:
-        key = document_id(ids).hex()
-        if key in there:
-            continue
-        there.add(key)
-        if not packs or size + len(ids) > pack_tokens:
-            packs.append([])
-            size = 0
-        packs[-1].append(ids)
-        size += len(ids)
-    return [request([], pack, [pack[-1][-1]], mode="reuse", block_size=block_size, **choices) for pack in packs]
+        if (key := document_id(ids).hex()) not in there:
+            missing.setdefault(key, ids)
+    for ids in sorted(missing.values(), key=len, reverse=True):
+        own = -(-len(ids) // block_size) * block_size
+        for i, (size, pack) in enumerate(packs):
+            if size + own <= pack_tokens:
+                packs[i] = (size + own, [*pack, ids])
+                break
+        else:
+            packs.append((own, [ids]))
+    return [request([], pack, [pack[-1][-1]], mode="reuse", block_size=block_size, **choices) for _, pack in packs]

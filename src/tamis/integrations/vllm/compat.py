@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -100,6 +101,33 @@ def refused() -> type[InvalidInput]:
             VLLMValidationError.__init__(self, message)
 
     return RequestRefused
+
+
+def put_off(scheduler: Any, unread: set[int]) -> tuple[list[Any], set[str]]:
+    """Put off all requests that have one of these blocks, and forget the names of these and of what follows them.
+
+    vLLM itself lets the first such request compute a block again and the others read on: wrong as soon as that one is
+    aborted, put off, or has computed a part, and under asynchronous scheduling the step that is under way counts too.
+    Returns the requests, and which of them are to be left out of this step's output.
+    """
+    blocks = {r: scheduler.kv_cache_manager.get_block_ids(r.request_id)[0] for r in scheduler.running}
+    found = [request for request in scheduler.running if unread & set(blocks[request])]
+    skipped, now = set(), time.monotonic()
+    for request in reversed(found):
+        own = blocks[request]
+        first = next(i for i, block in enumerate(own) if block in unread)
+        scheduler.kv_cache_manager.evict_blocks(set(own[first:]))
+        scheduler.running.remove(request)
+        if hasattr(request, "drop_stale_output"):
+            scheduler._preempt_request(request, now, drop_stale_output=True)
+            skipped.add(request.request_id)
+        else:  # 0.26, 0.27: as its reset_prefix_cache puts requests off
+            under_way = request.num_output_placeholders
+            scheduler._preempt_request(request, now)
+            request.async_tokens_to_discard, request.num_output_placeholders = under_way, 0
+            skipped |= set() if under_way else {request.request_id}
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    return found, skipped
 
 
 def layer_number(name: str) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tamis.core.checks import check_fields
 from tamis.core.errors import InvalidInput
 from tamis.core.registry import unknown
-from tamis.integrations.vllm.request import MODES, Asked, parse
+from tamis.integrations.vllm.request import MODES, PAD, Asked, check_namespace, parse
 
 if TYPE_CHECKING:
     from tamis.attention.policy import Policy
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 CONNECTOR = "TamisConnector"
 MODULE = "tamis.integrations.vllm.connector"
 SELECTOR = "threshold:local=sampled"
+COSTLY = ("oracle",)  # to compare with: not for any client of a server to ask for
 OPTIONS = ("rows", "mass", "theta", "power", "local", "paired")  # of a selector, as in `attention.policy.Policy`
 
 
@@ -31,8 +32,10 @@ class Settings:
     """What an operator may choose. Requests choose among `modes`, a selector and a namespace.
 
     modes        "sift", "reuse" or both, with a comma between
-    selector     of "sift": name[:option=value,…] with the names and options of `tamis.Policy`; one that needs no
-                 stored bits, which a server does not have
+    selector     of "sift": name[:option=value,…] with the names and options of `tamis.Policy`; one that works from
+                 stored bits needs `index`
+    index        a folder that `tamis index` made with this model: documents' stored bits. One that is not in it, or was
+                 observed behind another prefix, counts as having all bits set. "": none
     min_tokens   shorter prompts of "sift" are prefilled dense, exactly; None: measured per device type
     tile         tokens of a tile: 64 or 128
     accept_block_attention   allow "reuse" on a model that was not trained for documents that do not see each other
@@ -44,6 +47,7 @@ class Settings:
 
     modes: str = "sift,reuse"
     selector: str = SELECTOR
+    index: str = ""
     min_tokens: int | None = None
     tile: int = 128
     accept_block_attention: bool = False
@@ -58,6 +62,7 @@ class Settings:
         for mode in self.allowed:
             if mode not in MODES:
                 raise InvalidInput(unknown("mode", mode, list(MODES)))
+        check_namespace(self.namespace)
         policy_of(self.selector, self)
 
     @classmethod
@@ -88,6 +93,11 @@ class Settings:
             raise InvalidInput(f"mode {asked.mode!r} is not served here; allowed are {', '.join(self.allowed)}.")
         if asked.mode == "sift":
             policy = policy_of(asked.selector or self.selector, self)
+            if policy.selector in COSTLY and policy.selector != policy_of(self.selector, self).selector:
+                raise InvalidInput(
+                    f"selector {policy.selector!r} scores everything and costs more than a dense prefill; it is served "
+                    "where the operator chose it as `selector` in kv_connector_extra_config. Use another one."
+                )
             short = asked.n_tokens < policy.crossover_tokens(device_type)
             return None if short or not asked.has_documents(0, asked.n_tokens) else asked
         if not self.accept_block_attention:
@@ -96,7 +106,8 @@ class Settings:
                 "a stock model much of its quality. Use mode 'sift', or set accept_block_attention to true in "
                 "kv_connector_extra_config for a model with a block adapter."
             )
-        return asked if asked.units else None
+        # pads without a document to be filled up are not read either
+        return asked if asked.units or any(span.kind == PAD for span in asked.spans) else None
 
     def shelf(self, fingerprint: bytes, part: tuple[int, int]) -> Shelf | None:
         """Open the folder of documents for one of the model's parts; None where there is none."""
@@ -129,10 +140,10 @@ def policy_of(spec: str, settings: Settings) -> Policy:
             raise InvalidInput(f"selector {spec!r}: {part!r} is not an option=value of its own.")
         options[key] = _value(value)
     policy = Policy(prefill="sift", selector=name, min_tokens=settings.min_tokens, tile=settings.tile, **options)
-    if policy.needs_records:
+    if policy.needs_records and not settings.index:
         raise InvalidInput(
-            f"selector {spec!r} works from documents' stored bits, which are not made inside vLLM. Use "
-            f"{SELECTOR!r}, or another one without them."
+            f"selector {spec!r} works from documents' stored bits, which are not made inside vLLM. Name an index that "
+            f"`tamis index` made as `index` in kv_connector_extra_config, or use {SELECTOR!r}."
         )
     return policy
 

@@ -1,7 +1,8 @@
 """16 bytes that tell whose keys and values lie on a shelf: the model's files, its dtype and Tamis's format.
 
 Every process of a server must come to the same bytes without having the weights in memory, so files are looked at, not
-tensors: the configuration whole, of every weight file its size, header and pieces spread over it.
+tensors: the configuration whole, of every weight file its size, header and pieces spread over it. In safetensors every
+tensor gives a piece of its own, because models that were tuned in a few projections alone differ nowhere else.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import struct
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 FORMAT = 1  # of the keys and values: turned at a document's own positions, computed alone
 PIECES, PIECE_BYTES, HEAD_BYTES = 16, 4096, 1 << 16
+HEADER_BYTES = 100 << 20  # the most that safetensors allows
 
 
 def of(vllm_config: Any) -> bytes:
@@ -33,10 +36,11 @@ def of(vllm_config: Any) -> bytes:
     }
     digest.update(json.dumps(said, sort_keys=True, default=str).encode())
     folder = Path(model.model)
-    files = sorted(p for p in folder.glob("*") if p.suffix in (".safetensors", ".bin", ".gguf", ".pt"))
-    if not files:  # a name on the Hub: its snapshot has a commit of its own
+    found = [folder] if folder.is_file() else folder.glob("*")
+    files = sorted(p for p in found if p.suffix in (".safetensors", ".bin", ".gguf", ".pt"))
+    if not files:  # a name on the Hub: its snapshot has a commit of its own, while a revision may be a branch
         commit = getattr(model.hf_config, "_commit_hash", None)
-        digest.update(f"{model.model}@{model.revision or commit}".encode())
+        digest.update(f"{model.model}@{commit or model.revision}".encode())
     for path in files:
         digest.update(_file(path))
     return digest.digest()
@@ -49,7 +53,20 @@ def _file(path: Path) -> bytes:
     digest.update(f"{path.name}:{size}".encode())
     with open(path, "rb") as file:
         digest.update(file.read(HEAD_BYTES))
-        for i in range(PIECES):
-            file.seek(max(0, (size - PIECE_BYTES) * (i + 1) // PIECES))
+        middles = _tensors(file) if path.suffix == ".safetensors" else []
+        for at in [*((size - PIECE_BYTES) * (i + 1) // PIECES for i in range(PIECES)), *middles]:
+            file.seek(max(0, at))
             digest.update(file.read(PIECE_BYTES))
     return digest.digest()
+
+
+def _tensors(file: IO[bytes]) -> list[int]:
+    """Where to read of each tensor in a safetensors file: its middle. Empty if it is none."""
+    file.seek(0)
+    try:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(min(length, HEADER_BYTES)))
+        spans = [t["data_offsets"] for name, t in header.items() if name != "__metadata__"]
+        return sorted(8 + length + max(begin, (begin + end - PIECE_BYTES) // 2) for begin, end in spans)
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError):
+        return []

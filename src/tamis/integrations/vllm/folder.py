@@ -89,7 +89,11 @@ class SharedFolder:
 
     def has(self, key: DocumentKey) -> bool:
         """Whether every part's file is there. What is in them is verified when they are read."""
-        return all((self.folder / self._file(key, part)).exists() for part in range(self.parts))
+        try:
+            return all((self.folder / self._file(key, part)).exists() for part in range(self.parts))
+        except OSError as e:  # the folder may not be entered, or its disk is gone
+            log.warning("%s counts as missing: %s", key, e)
+            return False
 
     def write(
         self, key: DocumentKey, n_tokens: int, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]
@@ -204,6 +208,7 @@ class SharedFolder:
 
     def _claim(self, key: DocumentKey, size: int) -> tuple[Path, IO[bytes]]:
         path = self.folder / f"{self._file(key, self.part)}.{os.getpid()}-{next(_numbers)}{TEMPORARY}"
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have cleared the directory meanwhile
         with self._locked():
             self._make_room(key, size)
             file = open(path, "xb")  # noqa: SIM115 - its writer closes it
@@ -250,9 +255,13 @@ class SharedFolder:
         except FileNotFoundError:
             raise NotCached(f"{key} is not in {self.folder}; it has to be computed.") from None
         except StoreDamaged as e:
-            path.unlink(missing_ok=True)
-            log.warning("%s is deleted, its document is to be computed again: %s", path.name, e)
-            raise StoreDamaged(f"{path} cannot be used, and is deleted: {e} Compute its document again.") from e
+            try:
+                path.unlink(missing_ok=True)
+                done = "is deleted"
+            except OSError as why:
+                done = f"cannot be deleted ({why}): do that by hand"
+            log.warning("%s %s, its document is to be computed again: %s", path.name, done, e)
+            raise StoreDamaged(f"{path} cannot be used, and {done}: {e} Compute its document again.") from e
         except OSError as e:
             raise StoreDamaged(f"{path} cannot be read ({e}). Compute its document again.") from e
 

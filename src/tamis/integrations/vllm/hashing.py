@@ -56,9 +56,9 @@ def _sift_block(asked: Asked, tokens: Sequence[int], at: tuple[int, int], root: 
     on where segments begin, so both are in the names."""
     start, end = at
     extra: list[Any] = []
-    for span in asked.spans:
-        if span.start < end and start < span.end:
-            extra += [span.kind, span.start - start, span.key if span.kind == Kind.DOCUMENT else ""]
+    for span in asked.over(start, end):
+        key = span.key if span.kind == Kind.DOCUMENT else ""
+        extra += [span.kind, span.start - start, key, "bits" if key in asked.recorded else ""]
     if start == 0:
         extra += root.of("sift", asked.namespace, asked.selector)
     return start > 0, tuple(extra)
@@ -67,12 +67,13 @@ def _sift_block(asked: Asked, tokens: Sequence[int], at: tuple[int, int], root: 
 def _reuse_block(asked: Asked, tokens: Sequence[int], at: tuple[int, int], root: Root) -> tuple[bool, tuple[Any, ...]]:
     """A block inside a document (with the pads behind it) depends on that document alone; any other on everything."""
     start, end = at
-    unit = next((u for u in asked.units if u.start <= start and end <= u.full), None)
-    if unit is not None:
+    unit = asked.unit(start)
+    if unit is not None and end <= unit.full:
         if start > unit.start:
             return True, ()
         return False, root.of("document", asked.namespace, unit.key)
-    if start and not any(u.start <= start - 1 and start <= u.full for u in asked.units):
+    before = asked.unit(start - 1)
+    if start and (before is None or before.full < start):
         return True, _layout(asked, start, end)
     everything = np.asarray(tokens[:start], dtype="<i8").tobytes()
     digest = hashlib.blake2b(everything + repr(asked.spans).encode(), digest_size=16).hexdigest()
@@ -80,13 +81,13 @@ def _reuse_block(asked: Asked, tokens: Sequence[int], at: tuple[int, int], root:
 
 
 def _layout(asked: Asked, start: int, end: int) -> tuple[Any, ...]:
-    return tuple(x for s in asked.spans if s.start < end and start < s.end for x in (s.kind, s.start - start))
+    return tuple(x for s in asked.over(start, end) for x in (s.kind, s.start - start))
 
 
 def _without_pads(asked: Asked, tokens: Sequence[int], start: int, end: int) -> list[int]:
     """The block's tokens; pads are never read, so their ids do not count."""
     own = list(tokens[start:end])
-    for span in asked.spans:
+    for span in asked.over(start, end):
         if span.kind == PAD:
             for i in range(max(span.start, start), min(span.end, end)):
                 own[i - start] = 0

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from tamis.core.errors import InvalidInput, Unavailable
 from tamis.integrations.vllm import compat, rows
 from tamis.integrations.vllm.config import Settings, policy_of, settings_of
 from tamis.integrations.vllm.hashing import Root, block_names
-from tamis.integrations.vllm.request import Asked
+from tamis.integrations.vllm.records import recorded
+from tamis.integrations.vllm.request import Asked, check_depth
 from tamis.integrations.vllm.sift import borders_of, chunk_end
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -101,7 +103,10 @@ def tamis_params(request: Any) -> Any:
 def checked(request: Any, settings: Settings, vllm_config: Any) -> Asked | None:
     """What a request asks of Tamis. Raises InvalidInput for what cannot be served."""
     params = tamis_params(request)
-    if not isinstance(params, dict) or "tamis" not in params:
+    if not isinstance(params, dict):
+        return None
+    check_depth(params)
+    if "tamis" not in params:
         return None
     tokens = getattr(request, "prompt_token_ids", None)
     if tokens is None or getattr(request, "prompt_embeds", None) is not None or getattr(request, "mm_features", None):
@@ -121,7 +126,14 @@ def checked(request: Any, settings: Settings, vllm_config: Any) -> Asked | None:
 
 
 class Hasher:
-    """vLLM's hasher of a request's blocks; requests of Tamis get names of their own once `serve` was called."""
+    """vLLM's hasher of a request's blocks; requests of Tamis get names of their own once `serve` was called.
+
+    coming: what the engine serves whose scheduler was made last; its hasher is the next one. The engine's own
+    constructor cannot tell: in a process of its own, plugins are loaded inside of it. named: engines, by configuration.
+    """
+
+    coming: tuple[Settings, Any] | None = None
+    named: ClassVar[weakref.WeakValueDictionary[int, Hasher]] = weakref.WeakValueDictionary()
 
     def __init__(self, stock: Callable[..., Any], block: int, digest: Any) -> None:
         self.stock, self.block, self.digest = stock, block, digest
@@ -132,11 +144,14 @@ class Hasher:
         from tamis.integrations.vllm import fingerprint
 
         self.serving = (settings, vllm_config, fingerprint.of(vllm_config).hex())
+        Hasher.named[id(vllm_config)] = self
 
     def __call__(self, request: Any) -> Any:
         asked = None if self.serving is None else asked_of(request, self.serving[0], self.serving[1])
         if asked is None or self.serving is None:
             return self.stock(request)
+        if request.num_tokens // self.block <= len(request.block_hashes):
+            return []  # of every token that is generated: no block is full
         from vllm.v1.core.kv_cache_utils import hash_block_tokens
 
         settings, _, fingerprint = self.serving
@@ -156,7 +171,8 @@ class Hasher:
 def asked_of(request: Any, settings: Settings, vllm_config: Any) -> Asked | None:
     """The same as `checked`, worked out once for a request of the engine's core."""
     if not hasattr(request, "_tamis_asked"):
-        request._tamis_asked = checked(request, settings, vllm_config)
+        asked = checked(request, settings, vllm_config)
+        request._tamis_asked = recorded(asked, request.prompt_token_ids, settings)
     found: Asked | None = request._tamis_asked
     return found
 
@@ -164,35 +180,31 @@ def asked_of(request: Any, settings: Settings, vllm_config: Any) -> Asked | None
 def _get_hasher(stock: Callable[..., Any]) -> Callable[..., Any]:
     def get_request_block_hasher(hash_block_size: int, caching_hash_fn: Any, *args: Any, **kwargs: Any) -> Any:
         made = stock(hash_block_size, caching_hash_fn, *args, **kwargs)
-        return Hasher(made, hash_block_size, caching_hash_fn)
+        hasher, coming = Hasher(made, hash_block_size, caching_hash_fn), Hasher.coming
+        Hasher.coming = None
+        if coming is not None:
+            hasher.serve(*coming)
+        return hasher
 
     return get_request_block_hasher
 
 
-def _core_init(stock: Callable[..., Any]) -> Callable[..., Any]:
+def check_named(request: Any, vllm_config: Any) -> None:
+    """Raises Unavailable if a request's blocks have vLLM's names, by which exact requests would find them."""
+    if len(request.block_hashes) and id(vllm_config) not in Hasher.named:
+        raise Unavailable(
+            "the engine's blocks are not named by Tamis; vLLM is not as expected, or TamisConnector twice."
+        )
+
+
+def _scheduler_init(stock: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         settings = settings_of(vllm_config)
         if settings is not None:
             # a document that cannot be read after all is computed; vLLM's default would fail its request
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         stock(self, vllm_config, *args, **kwargs)
-        hasher = self.request_block_hasher
-        if settings is None:
-            return
-        if isinstance(hasher, Hasher):
-            hasher.serve(settings, vllm_config)
-        elif hasher is not None:
-            raise Unavailable(
-                f"blocks are named by {hasher!r}, which Tamis is not in front of; vLLM is not as expected."
-            )
-
-    return init
-
-
-def _scheduler_init(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        stock(self, vllm_config, *args, **kwargs)
-        settings = settings_of(vllm_config)
+        Hasher.coming = None if settings is None else (settings, vllm_config)
         if settings is not None:
             if self.need_mamba_block_aligned_split:
                 raise Unavailable("the model has Mamba layers, which Tamis does not serve.")
@@ -220,12 +232,24 @@ def _aligned_split(stock: Callable[..., Any]) -> Callable[..., Any]:
     return split
 
 
+def _invalid_blocks(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def handle(self: Any, invalid_block_ids: set[int], *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "tamis_settings", None) is None:
+            return stock(self, invalid_block_ids, *args, **kwargs)
+        requests, skipped = compat.put_off(self, set(invalid_block_ids))
+        for request in requests:
+            request.tamis_computes = True
+        return skipped
+
+    return handle
+
+
 CORE = (
     Hook("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", _process_inputs),
     Hook("vllm.v1.engine.core", "get_request_block_hasher", _get_hasher),
-    Hook("vllm.v1.engine.core", "EngineCore.__init__", _core_init),
     Hook("vllm.v1.core.sched.scheduler", "Scheduler.__init__", _scheduler_init),
     Hook("vllm.v1.core.sched.scheduler", "Scheduler._mamba_block_aligned_split", _aligned_split),
+    Hook("vllm.v1.core.sched.scheduler", "Scheduler._handle_invalid_blocks", _invalid_blocks),
 )
 
 

@@ -21,6 +21,7 @@ WORDS = {
     "documents_loaded": "Documents that came from the shelf.",
     "documents_saved": "Documents that the shelf took.",
     "sift_tokens": "Tokens of prompts that were computed sparsely.",
+    "sift_unrecorded": "Documents of these without stored bits, where the selector works from such.",
     "sift_tiles": "Tiles of attention that these would have had computed densely.",
     "sift_tiles_computed": "Of these, the tiles that were computed.",
     "refused": "Requests that were refused for what they said of their documents.",

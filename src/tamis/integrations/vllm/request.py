@@ -7,21 +7,25 @@ at 0, so that its keys are the same wherever it stands.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from reprlib import repr as short
 from typing import Any
 
+from tamis.cache.keys import NAMESPACE_CHARACTERS, DocumentKey
 from tamis.core.errors import InvalidInput
 from tamis.core.registry import unknown
-from tamis.prompt.segments import Kind, document_id
+from tamis.prompt.segments import ID_BYTES, Kind, document_id
 
 VERSION = 1
 MODES = ("sift", "reuse")
 PAD = "pad"
 KINDS = (*(kind.value for kind in Kind), PAD)
 FIELDS = ("v", "mode", "segments", "selector", "namespace")
+SELECTOR_CHARACTERS = 200
+DEPTH = 16
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,16 @@ class Unit:
 
 @dataclass(frozen=True)
 class Asked:
-    """A checked request. The spans cover the prompt; tokens that are generated go on from the last one."""
+    """A checked request. The spans cover the prompt; tokens that are generated go on from the last one.
+
+    recorded: keys of documents whose stored bits "sift" reads, see `records`.
+    """
 
     mode: str
     spans: tuple[Span, ...]
     selector: str = ""
     namespace: str = ""
+    recorded: tuple[str, ...] = ()
 
     @property
     def n_tokens(self) -> int:
@@ -70,7 +78,7 @@ class Asked:
 
     def has_documents(self, start: int, end: int) -> bool:
         """Whether a token of [start, end) lies in a document."""
-        return any(s.kind == Kind.DOCUMENT and s.start < end and start < s.end for s in self.spans)
+        return any(span.kind == Kind.DOCUMENT for span in self.over(start, end))
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -87,6 +95,26 @@ class Asked:
                 made.append(Unit(span.start, span.end, full, position, span.key))
             position += 0 if span.kind == PAD else span.end - span.start
         return tuple(made)
+
+    @cached_property
+    def unit_starts(self) -> list[int]:
+        """Where each unit begins."""
+        return [unit.start for unit in self.units]
+
+    def unit(self, index: int) -> Unit | None:
+        """The unit that begins last at or before a token; whether the token lies in it is its `full`'s to say."""
+        number = bisect_right(self.unit_starts, index) - 1
+        return self.units[number] if number >= 0 else None
+
+    @cached_property
+    def texts(self) -> list[int]:
+        """The spans that are neither shared nor pads, by number."""
+        return [i for i, span in enumerate(self.spans) if span.kind != PAD and not self.alone(i)]
+
+    def over(self, start: int, end: int) -> list[Span]:
+        """The spans with tokens in [start, end)."""
+        found = self.spans[self.number(start) : bisect_left(self.starts, end)]
+        return [span for span in found if start < span.end]
 
     def alone(self, number: int) -> bool:
         """Whether the tokens of a span see no other: it can be shared."""
@@ -119,22 +147,49 @@ def parse(params: Mapping[str, Any], tokens: Sequence[int], *, block_size: int |
         raise InvalidInput(f"tamis is {type(params).__name__}; give an object with {', '.join(FIELDS)}.")
     for name in params:
         if name not in FIELDS:
-            raise InvalidInput(unknown("field of tamis", str(name), list(FIELDS)))
+            raise InvalidInput(unknown("field of tamis", _word(name), list(FIELDS)))
     if params.get("v") != VERSION:
-        raise InvalidInput(f"tamis.v is {params.get('v')!r}; this server understands {VERSION}. Update the older side.")
+        raise InvalidInput(
+            f"tamis.v is {short(params.get('v'))}; this server understands {VERSION}. Update the older side."
+        )
     mode = params.get("mode")
     if mode not in MODES:
-        raise InvalidInput(unknown("tamis.mode", str(mode), list(MODES)))
-    texts = {name: params.get(name) or "" for name in ("selector", "namespace")}
+        raise InvalidInput(unknown("tamis.mode", _word(mode), list(MODES)))
+    texts = {name: "" if params.get(name) is None else params[name] for name in ("selector", "namespace")}
     for name, value in texts.items():
         if not isinstance(value, str):
-            raise InvalidInput(f"tamis.{name} is {value!r}; give a text, or leave it out.")
+            raise InvalidInput(f"tamis.{name} is {short(value)}; give a text, or leave it out.")
+    if len(texts["selector"]) > SELECTOR_CHARACTERS:
+        raise InvalidInput(f"tamis.selector has {len(texts['selector'])} characters; {SELECTOR_CHARACTERS} are enough.")
+    check_namespace(texts["namespace"])
     if mode == "reuse" and texts["selector"]:
         raise InvalidInput("tamis.selector belongs to mode 'sift'; leave it out, or ask for that mode.")
-    asked = Asked(str(mode), _spans(params.get("segments"), tokens, str(mode)), **texts)
+    asked = Asked(str(mode), _spans(params.get("segments"), tokens, str(mode)), texts["selector"], texts["namespace"])
     if mode == "reuse" and block_size is not None:
         _check_borders(asked, block_size)
     return asked
+
+
+def check_namespace(name: str) -> None:
+    """Raises InvalidInput for a namespace that no document can lie in; "" stands for the server's own."""
+    if name:
+        DocumentKey(name[: NAMESPACE_CHARACTERS + 1], bytes(ID_BYTES), bytes(ID_BYTES))
+
+
+def check_depth(params: Mapping[str, Any]) -> None:
+    """Raises InvalidInput for parameters nested so deep that pickling them for the workers would end the engine."""
+    level: list[Any] = [params]
+    for _ in range(DEPTH):
+        inner = [x.values() if isinstance(x, Mapping) else x for x in level if isinstance(x, Mapping | list | tuple)]
+        level = [x for own in inner for x in own]
+        if not level:
+            return
+    raise InvalidInput(f"kv_transfer_params are nested more than {DEPTH} deep; tamis needs 4 levels.")
+
+
+def _word(given: Any) -> str:
+    """What came in, short and plain enough to be told: it may be of any kind, length and depth."""
+    return ascii(given[:40])[1:-1] if isinstance(given, str) else short(given)
 
 
 def _spans(segments: Any, tokens: Sequence[int], mode: str) -> tuple[Span, ...]:
@@ -144,14 +199,14 @@ def _spans(segments: Any, tokens: Sequence[int], mode: str) -> tuple[Span, ...]:
     at = 0
     for row in segments:
         if not isinstance(row, Sequence) or isinstance(row, str) or len(row) != 4:
-            raise InvalidInput(f"segment {row!r}; give [start, end, kind, key or null].")
+            raise InvalidInput(f"segment {short(row)}; give [start, end, kind, key or null].")
         start, end, kind, _ = row
         if kind not in KINDS:
-            raise InvalidInput(unknown("kind of segment", str(kind), list(KINDS)))
+            raise InvalidInput(unknown("kind of segment", _word(kind), list(KINDS)))
         if any(not isinstance(n, int) or isinstance(n, bool) for n in (start, end)) or start != at or end <= start:
             raise InvalidInput(
-                f"segment [{start}, {end}) of kind {kind!r}; the next one starts at {at} and holds a token or more: "
-                "segments follow each other without gap or overlap."
+                f"segment [{short(start)}, {short(end)}) of kind {kind!r}; the next one starts at {at} and "
+                "holds a token or more: segments follow each other without gap or overlap."
             )
         if kind == PAD and mode != "reuse":
             raise InvalidInput("segments of kind 'pad' belong to mode 'reuse'; leave them out.")
@@ -175,7 +230,7 @@ def _key(row: Sequence[Any], tokens: Sequence[int], *, leads: bool) -> str:
     own = document_id(tokens[start:end]).hex()
     if key is not None and key != own:
         raise InvalidInput(
-            f"document [{start}, {end}) has the key {str(key)[:40]!r}, its tokens have {own!r}; give that, or null. "
+            f"document [{start}, {end}) has the key {short(key)}, its tokens have {own!r}; give that, or null. "
             "`tamis.prompt.segments.document_id` makes keys."
         )
     return own

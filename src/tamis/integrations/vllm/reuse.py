@@ -12,24 +12,45 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from tamis.integrations.vllm.request import PAD, Asked
 from tamis.integrations.vllm.step import Row
 from tamis.kernels.decode_plan import DecodePlan, Room
 from tamis.kernels.paged import Angles, KeyTiles, PagedLists, Segment, paged_lists
+from tamis.kernels.paged_causal import Alone, causal_paged
 from tamis.kernels.paged_dispatch import paged_attention, paged_decode
 from tamis.kernels.paged_packed import concat_paged
 
 
 class Piece(NamedTuple):
     """Consecutive tokens of a request that see the same segments, `rows` of them: `at` is the first one's row in the
-    batch, `position` its position."""
+    batch, `position` its position. `alone`: of a document, whose one segment nobody else's rows are read with."""
 
     at: int
     rows: int
     position: int
     segments: tuple[Segment, ...]
+    alone: bool
+
+
+@dataclass
+class Decodes:
+    """The decode plan of the step before, and what it was for. While the same requests go on by a token each, it only
+    has to be moved on, where it lies; a request that comes, goes or needs a page has it made anew."""
+
+    rows: tuple[Row, ...] = ()
+    plan: DecodePlan | None = None
+
+    def moved_on(self, rows: Sequence[Row], page: int) -> DecodePlan | None:
+        """The plan for these rows, or None if it cannot be had from the last one."""
+        same = len(rows) == len(self.rows) and all(_goes_on(*both, page) for both in zip(self.rows, rows, strict=True))
+        if self.plan is None or not same:
+            return None
+        self.plan.advance()
+        self.rows = tuple(rows)
+        return self.plan
 
 
 @dataclass(frozen=True)
@@ -61,49 +82,84 @@ class ReuseRows:
 
 
 def plan_rows(
-    rows: Sequence[tuple[int, Row]], angles: Angles, *, page: int, kv_heads: int, device: torch.device
+    rows: Sequence[tuple[int, Row]],
+    angles: Angles,
+    *,
+    page: int,
+    kv_heads: int,
+    device: torch.device,
+    kept: Decodes | None = None,
 ) -> ReuseRows:
     """Plan the rows (first row in the batch, what it is) of a step on the CPU and bring the plan to `device`, without
-    waiting for it."""
+    waiting for it. kept: of the step before; it then is of this one."""
+    decoding = [(at, row) for at, row in rows if _decodes(row)]
+    pieces, pads = _pieces([both for both in rows if not _decodes(both[1])], page)
+    # documents first: theirs are planned together
+    many = sorted((p for p in pieces if p.rows > 1), key=lambda p: not p.alone)
+    single = [p for p in pieces if p.rows == 1]
+    made = _lists(many, angles, page) if many else None
+    plan: DecodePlan | None = None
+    if decoding or single:
+        own = [row for _, row in decoding]
+        plan = None if single or kept is None else kept.moved_on(own, page)
+        if plan is None:
+            every = [_piece(row, len(row.asked.spans) - 1, row.computed, row.end, at, page) for at, row in decoding]
+            plan = _decode_plan([*every, *single], angles, page, kv_heads, device)
+            if kept is not None:
+                kept.rows, kept.plan = ((), None) if single else (tuple(own), plan)
+    moved = [(p.at, p.position, p.rows) for p in pieces]
+    moved += [(at, row.asked.position(row.computed), 1) for at, row in decoding]
+    return ReuseRows(
+        _rows([(p.at, p.rows) for p in many], device),
+        None if made is None else made[0].to(device),
+        None if made is None else made[1].to(device),
+        _rows([(at, 1) for at, _ in decoding] + [(p.at, 1) for p in single], device),
+        plan,
+        _rows(pads, device),
+        (
+            _moved([(at, n) for at, _, n in moved], device),
+            _moved([(position, n) for _, position, n in moved], device),
+        ),
+    )
+
+
+def _decodes(row: Row) -> bool:
+    """Whether it is one token behind all documents."""
+    return row.scheduled == 1 and row.computed >= row.asked.spans[-1].start
+
+
+def _goes_on(before: Row, row: Row, page: int) -> bool:
+    """Whether a row is the next token in the same page. One that fills it counts as another: a page is then read
+    whole, and what a request gets must not depend on when its plan was made."""
+    inside = row.computed == before.computed + 1 and row.computed % page and row.end % page
+    return bool(inside) and row.request == before.request and (row.blocks, row.asked) == (before.blocks, before.asked)
+
+
+def _pieces(rows: Sequence[tuple[int, Row]], page: int) -> tuple[list[Piece], list[tuple[int, int]]]:
+    """What the rows see; and (first row in the batch, how many) of pads."""
     pieces: list[Piece] = []
-    pads: list[int] = []
-    places: list[int] = []
-    positions: list[int] = []
+    pads: list[tuple[int, int]] = []
     for at, row in rows:
         for start, end in _runs(row.asked, row.computed, row.end):
             number = row.asked.number(start)
             first = at + start - row.computed
             if row.asked.spans[number].kind == PAD:
-                pads += range(first, first + end - start)
-                continue
-            piece = _piece(row, number, start, end, first, page)
-            pieces.append(piece)
-            places += range(first, first + end - start)
-            positions += range(piece.position, piece.position + piece.rows)
-    many = [p for p in pieces if p.rows > 1]
-    single = [p for p in pieces if p.rows == 1]
-    tiles: KeyTiles | None = None
-    lists: PagedLists | None = None
-    plan: DecodePlan | None = None
-    if many:
-        made = []
-        for piece in many:
-            own = KeyTiles.of(piece.segments, angles, page=page)
-            where = torch.arange(piece.position, piece.position + piece.rows)
-            made.append((own, paged_lists(own, where)))
-        joined = concat_paged(made)
-        tiles, lists = joined[0].to(device), joined[1].to(device)
-    if single:
-        plan = _decode_plan(single, angles, page, kv_heads, device)
-    return ReuseRows(
-        _rows([r for p in many for r in range(p.at, p.at + p.rows)], device),
-        tiles,
-        lists,
-        _rows([p.at for p in single], device),
-        plan,
-        _rows(pads, device),
-        (_moved(places, device), _moved(positions, device)),
-    )
+                pads.append((first, end - start))
+            else:
+                pieces.append(_piece(row, number, start, end, first, page))
+    return pieces, pads
+
+
+def _lists(pieces: Sequence[Piece], angles: Angles, page: int) -> tuple[KeyTiles, PagedLists]:
+    """Of pieces of several rows, those that see themselves alone first."""
+    made = []
+    alone = [Alone(p.segments[0].pages, p.segments[0].length, p.position) for p in pieces if p.alone]
+    if alone:
+        made.append(causal_paged(alone, page=page))
+    for piece in pieces[len(alone) :]:
+        own = KeyTiles.of(piece.segments, angles, page=page)
+        made.append((own, paged_lists(own, torch.arange(piece.position, piece.position + piece.rows))))
+    return concat_paged(made)
 
 
 def _runs(asked: Asked, start: int, end: int) -> list[tuple[int, int]]:
@@ -117,18 +173,19 @@ def _piece(row: Row, number: int, start: int, end: int, at: int, page: int) -> P
     if asked.alone(number):
         span = asked.spans[number]
         own = Segment(_pages(row, span.start, end, page), end - span.start, 0)
-        return Piece(at, end - start, start - span.start, (own,))
+        return Piece(at, end - start, start - span.start, (own,), alone=True)
     segments = [
         Segment(_pages(row, u.start, u.end, page), u.end - u.start, u.position, 0)
         for u in asked.units
         if u.end <= start
     ]
-    for i, span in enumerate(asked.spans):
-        if asked.alone(i) or span.kind == PAD or span.start >= end:
-            continue
+    for i in asked.texts:
+        span = asked.spans[i]
+        if span.start >= end:
+            break
         last = end if i == len(asked.spans) - 1 else min(span.end, end)
         segments.append(_text(row, span.start, last, page))
-    return Piece(at, end - start, asked.position(start), tuple(segments))
+    return Piece(at, end - start, asked.position(start), tuple(segments), alone=False)
 
 
 def _text(row: Row, start: int, end: int, page: int) -> Segment:
@@ -157,10 +214,11 @@ def _decode_plan(pieces: Sequence[Piece], angles: Angles, page: int, kv_heads: i
     return plan
 
 
-def _rows(rows: Sequence[int], device: torch.device) -> torch.Tensor | None:
+def _rows(rows: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor | None:
     return _moved(rows, device) if rows else None
 
 
-def _moved(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    made = torch.tensor(numbers, dtype=torch.int64)
+def _moved(runs: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """The numbers of all runs (first, how many)."""
+    made = torch.from_numpy(np.concatenate([np.arange(first, first + n) for first, n in runs] or [np.arange(0)]))
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made

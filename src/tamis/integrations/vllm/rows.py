@@ -17,10 +17,12 @@ from tamis.core.errors import BrokenInvariant
 from tamis.core.log import logger
 from tamis.integrations.vllm import compat
 from tamis.integrations.vllm.config import Settings, policy_of
-from tamis.integrations.vllm.reuse import ReuseRows, plan_rows
+from tamis.integrations.vllm.request import Asked
+from tamis.integrations.vllm.reuse import Decodes, ReuseRows, plan_rows
 from tamis.integrations.vllm.sift import SiftJob, SiftReport
 from tamis.integrations.vllm.step import Counters, Row, Step
 from tamis.model.rope import Rotary
+from tamis.select.scene import DocumentBits
 
 KEPT_REPORTS = 256
 log = logger("vllm")
@@ -28,13 +30,16 @@ log = logger("vllm")
 
 @dataclass
 class Worker:
-    """What a worker keeps between steps. `reports`: of the last prompts that were prefilled sparsely."""
+    """What a worker keeps between steps. `reports`: of the last prompts that were prefilled sparsely; `bits`: gives the
+    stored bits of a request's documents."""
 
     settings: Settings
     block: int
     kv_heads: int
     rotary: Rotary | None = None
+    bits: Callable[[Asked], Sequence[DocumentBits | None]] | None = None
     jobs: dict[str, SiftJob] = field(default_factory=dict)
+    decodes: Decodes = field(default_factory=Decodes)
     reports: deque[SiftReport] = field(default_factory=lambda: deque(maxlen=KEPT_REPORTS))
     counters: Counters = field(default_factory=Counters)
     _counting: deque[tuple[SiftJob, torch.Tensor, Any]] = field(default_factory=deque)
@@ -44,7 +49,12 @@ class Worker:
         found = self.jobs.get(row.request)
         if found is None:
             policy = policy_of(row.asked.selector or self.settings.selector, self.settings)
-            found = self.jobs[row.request] = SiftJob(row.request, row.asked, policy, device, row.computed)
+            bits: Sequence[DocumentBits | None] = ()
+            if policy.needs_records and self.bits is not None:
+                bits = self.bits(row.asked)
+                self.counters.sift_unrecorded += sum(b is None for b in bits)
+            found = SiftJob(row.request, row.asked, policy, device, first=row.computed, bits=bits)
+            self.jobs[row.request] = found
         return found
 
     def finish(self, requests: Sequence[str]) -> None:
@@ -196,7 +206,10 @@ class Running:
                 (at, Row(r.request, r.asked, r.computed, r.scheduled, tuple(place.get(b, 0) for b in r.blocks)))
                 for at, r in mine
             ]
-        plan = plan_rows(mine, rotary.angles, page=self.worker.block, kv_heads=self.worker.kv_heads, device=device)
+        plan = plan_rows(
+            mine, rotary.angles, page=self.worker.block, kv_heads=self.worker.kv_heads, device=device,
+            kept=self.worker.decodes,
+        )  # fmt: skip
         rows, positions = plan.moved
         if common.positions is None or common.positions.dim() != 1:
             raise BrokenInvariant("vLLM gave no positions, which reuse has to move.")

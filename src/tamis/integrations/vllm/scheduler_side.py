@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from tamis.cache.keys import DOCUMENTS, namespaced
 from tamis.core.errors import Unavailable
+from tamis.integrations.vllm import records
 from tamis.integrations.vllm.config import Settings
-from tamis.integrations.vllm.hooks import asked_of
+from tamis.integrations.vllm.hooks import asked_of, check_named
 from tamis.integrations.vllm.request import Asked, Unit
 from tamis.integrations.vllm.step import Counters, Move, Row, Step
 
 
 @dataclass
 class _Known:
-    """A request of Tamis: its blocks so far, and the tokens [first, end) that wait to be loaded."""
+    """A request of Tamis: its blocks so far, and the tokens [first, end) that wait to be loaded. `place`: the namespace
+    of its documents on the shelf, None where they are not kept."""
 
     asked: Asked
     blocks: list[int]
+    place: str | None = None
     waits: tuple[int, int] = (0, 0)
     reused: int = 0
 
@@ -27,13 +32,14 @@ class SchedulerSide:
 
     def __init__(self, settings: Settings, vllm_config: Any, kv_cache_config: Any, address: bytes) -> None:
         check_config(settings, vllm_config, kv_cache_config)
+        if settings.index:
+            records.opened(settings.index).check(vllm_config, settings.tile)
         self.settings, self.config = settings, vllm_config
         self.block: int = vllm_config.cache_config.block_size
         self.counters = Counters()
         self.shelf = settings.shelf(address, (0, parts_of(vllm_config)))
         self._known: dict[str, _Known] = {}
         self._matched: dict[str, tuple[int, int]] = {}
-        self._saving: set[tuple[str, str]] = set()
         self._gone: list[str] = []
 
     def matched(self, request: Any, computed: int) -> int:
@@ -42,11 +48,13 @@ class SchedulerSide:
         if asked is None:
             return 0
         end: int = computed
-        if asked.mode == "reuse" and self.shelf is not None:
+        place = self._place(request, asked)
+        # one whose documents could not be read is not matched again, or a file that stays would be tried for ever
+        if place is not None and self.shelf is not None and not getattr(request, "tamis_computes", False):
             for unit in asked.units:
                 last = self._whole(unit)
                 if unit.start <= end < last:
-                    if not self.shelf.has(unit.key, asked.namespace or None):
+                    if not self.shelf.has(unit.key, place):
                         break
                     end = last
         end = max(computed, min(end, (request.num_tokens - 1) // self.block * self.block))
@@ -58,8 +66,9 @@ class SchedulerSide:
         asked = asked_of(request, self.settings, self.config)
         if asked is None:
             return
+        check_named(request, self.config)
         first, end = self._matched.get(request.request_id, (0, 0))
-        known = self._known[request.request_id] = _Known(asked, [])
+        known = self._known[request.request_id] = _Known(asked, [], self._place(request, asked))
         if external:
             known.waits = (first, first + external)
         if asked.mode == "reuse":
@@ -90,7 +99,7 @@ class SchedulerSide:
             known = self._known[name]
             row = Row(name, known.asked, at, output.num_scheduled_tokens[name], tuple(known.blocks))
             loads += self._loads(known)
-            saves += self._saves(row)
+            saves += self._saves(row, known.place)
             if known.asked.mode == "reuse" or known.asked.has_documents(row.computed, row.end):
                 rows.append(row)
         done = tuple(n for n, k in self._known.items() if n in computed and _prefilled(k.asked, computed[n]))
@@ -110,6 +119,17 @@ class SchedulerSide:
         if self.shelf is not None:
             self.shelf.close()
 
+    def _place(self, request: Any, asked: Asked) -> str | None:
+        """Where a request's documents lie on the shelf. With an adapter they are not the model's and lie nowhere: its
+        name does not say which weights it has after a restart."""
+        if asked.mode != "reuse" or self.shelf is None or request.lora_request:
+            return None
+        place = asked.namespace or self.settings.namespace
+        if not request.cache_salt:
+            return place
+        apart = hashlib.blake2b(f"{place}\0{request.cache_salt}".encode(errors="replace"), digest_size=16)
+        return namespaced(DOCUMENTS, f"salt/{apart.hexdigest()}")
+
     def _whole(self, unit: Unit) -> int:
         """The token behind the last of a document's blocks that hold nothing else."""
         return unit.full if unit.full % self.block == 0 else unit.end // self.block * self.block
@@ -117,31 +137,29 @@ class SchedulerSide:
     def _loads(self, known: _Known) -> list[Move]:
         first, end = known.waits
         known.waits = (0, 0)
+        if first == end:
+            return []
         made = []
         for unit in known.asked.units:
             begin, stop = max(first, unit.start), min(end, unit.end)
             if begin < stop:
-                made.append(self._move(known.asked, unit, (begin, stop), known.blocks))
+                made.append(self._move(unit, (begin, stop), known.blocks, known.place))
         return made
 
-    def _saves(self, row: Row) -> list[Move]:
+    def _saves(self, row: Row, place: str | None) -> list[Move]:
+        """Documents that end in this step and are not there; workers know which of them are being written."""
         made = []
-        for unit in row.asked.units if row.asked.mode == "reuse" and self.shelf is not None else ():
-            place = (unit.key, row.asked.namespace)
-            if row.computed < unit.end <= row.end and place not in self._saving:
-                assert self.shelf is not None
-                if not self.shelf.has(unit.key, row.asked.namespace or None):
-                    self._saving.add(place)
-                    made.append(self._move(row.asked, unit, (unit.start, unit.end), list(row.blocks)))
-        if len(self._saving) > 1 << 16:  # what was written is found on the shelf itself
-            self._saving.clear()
+        for unit in row.asked.units if place is not None and self.shelf is not None else ():
+            done = row.computed < unit.end <= row.end
+            if done and self.shelf is not None and not self.shelf.has(unit.key, place):
+                made.append(self._move(unit, (unit.start, unit.end), list(row.blocks), place))
         return made
 
-    def _move(self, asked: Asked, unit: Unit, at: tuple[int, int], blocks: list[int]) -> Move:
+    def _move(self, unit: Unit, at: tuple[int, int], blocks: list[int], place: str | None) -> Move:
         own = tuple(blocks[at[0] // self.block : -(-at[1] // self.block)])
         return Move(
             unit.key,
-            asked.namespace,
+            place or "",
             unit.end - unit.start,
             at[0] - unit.start,
             at[1] - at[0],

@@ -228,7 +228,8 @@ class Shelf:
             payload = decoded(tensors, header.notes)
             self._open_host(names, payload.keys)
         except (KeyError, ValueError, TypeError) as e:
-            self.folder.drop(address)
+            with suppress(OSError):
+                self.folder.drop(address)
             raise StoreDamaged(f"{address} is not as this Tamis writes it ({e}), and is deleted.") from e
         return payload
 

@@ -7,6 +7,7 @@ middle of one, makes the rest of that tile dense, which leaves nothing out.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from tamis.integrations.vllm.request import Asked
 from tamis.kernels import dispatch
 from tamis.kernels.lists import Tiling, lists_from_mask
 from tamis.prompt.segments import Kind, Prompt, Segment
-from tamis.select.scene import Scene
+from tamis.select.scene import DocumentBits, Scene
 
 
 class Part(NamedTuple):
@@ -45,13 +46,22 @@ class SiftReport:
 
 
 class SiftJob:
-    """One prompt under way. `first`: tokens that were cached when it began."""
+    """One prompt under way. `first`: tokens that were cached when it began; `bits`: stored ones of its documents."""
 
-    def __init__(self, request: str, asked: Asked, policy: Policy, device: torch.device, first: int) -> None:
+    def __init__(
+        self,
+        request: str,
+        asked: Asked,
+        policy: Policy,
+        device: torch.device,
+        *,
+        first: int,
+        bits: Sequence[DocumentBits | None] = (),
+    ) -> None:
         self.request, self.first, self.heads = request, first, 0
         # the scene knows lengths and kinds; the tokens themselves are not needed here
         prompt = Prompt(tuple(Segment(Kind(s.kind), (0,) * (s.end - s.start)) for s in asked.spans))
-        scene = Scene.of(prompt, [None] * len(prompt.documents), policy.tile, device)
+        scene = Scene.of(prompt, bits or [None] * len(prompt.documents), policy.tile, device)
         self.job = SparsePrefill(scene, policy.make_selector(), policy.kernel)
         self.tiling = scene.tiling
 

@@ -56,6 +56,7 @@ class Counters:
 
     reused_tokens: int = 0
     sift_tokens: int = 0
+    sift_unrecorded: int = 0
     documents_loaded: int = 0
     documents_saved: int = 0
     sift_tiles: float = 0.0

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from tamis.core.errors import ModelUnsupported, NotCached, StoreDamaged, TamisError, Unavailable
+from tamis.core.errors import ModelUnsupported, StoreDamaged, TamisError, Unavailable
 from tamis.core.log import logger
-from tamis.integrations.vllm import backend, compat, hooks
+from tamis.integrations.vllm import backend, compat, hooks, records
 from tamis.integrations.vllm.config import Settings
 from tamis.integrations.vllm.rows import Worker
 from tamis.integrations.vllm.scheduler_side import parts_of
 from tamis.integrations.vllm.step import Counters, Move, Step
 from tamis.model.rope import Rotary
 
+WAITING_BYTES = 4 << 30  # of host memory for documents that a slower disk has not taken yet
 log = logger("vllm")
 FAR = 65_536  # positions at which a model's own table is compared, as far as it has them
 TOLERANCE = 1e-4  # of cosines in float32, beyond the rounding of the angle
@@ -32,12 +34,16 @@ class WorkerSide:
         self.block: int = vllm_config.cache_config.block_size
         heads = vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config)
         self.state = Worker(settings, self.block, heads)
+        if settings.index:
+            self.state.bits = functools.partial(
+                records.opened(settings.index).bits, share=records.Share.of(vllm_config)
+            )
         part = vllm_config.parallel_config.rank % max(1, parts_of(vllm_config))
         self.shelf = settings.shelf(address, (part, parts_of(vllm_config)))
         self.caches: dict[int, torch.Tensor] = {}
         self._errors: set[int] = set()
         self._writer = ThreadPoolExecutor(1, "tamis-shelf")
-        self._writing: list[Future[None]] = []
+        self._writing: dict[tuple[str, str], tuple[Future[None], int]] = {}
 
     @property
     def counters(self) -> Counters:
@@ -74,14 +80,19 @@ class WorkerSide:
             try:
                 self._load(move)
                 self.counters.documents_loaded += 1
-            except (NotCached, StoreDamaged) as e:
+            except (TamisError, OSError) as e:
                 log.warning("a document that was matched cannot be loaded, and is computed again: %s", e)
                 self._errors |= set(move.blocks)
 
     def save(self, step: Step) -> None:
         """Copy whole documents out of their blocks; a thread writes them."""
-        self._writing = [w for w in self._writing if not w.done()]
+        self._writing = {place: w for place, w in self._writing.items() if not w[0].done()}
         for move in step.saves:
+            if (move.key, move.namespace) in self._writing:
+                continue
+            if sum(size for _, size in self._writing.values()) > WAITING_BYTES:
+                log.warning("document %s is not kept: the shelf is slower than documents are computed", move.key)
+                continue
             blocks, slots = self._slots(move)
             pieces: dict[int, torch.Tensor] = {}
             for number, cache in self.caches.items():
@@ -92,7 +103,8 @@ class WorkerSide:
             if blocks.is_cuda:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record()
-            self._writing.append(self._writer.submit(self._write, move, pieces, event))
+            size = sum(piece.nbytes for piece in pieces.values())
+            self._writing[move.key, move.namespace] = self._writer.submit(self._write, move, pieces, event), size
 
     def taken_errors(self) -> set[int]:
         """Blocks that could not be loaded since the last call."""
@@ -113,6 +125,8 @@ class WorkerSide:
             for keys, values in payload.pieces:
                 if keys.shape[0] != len(numbers):
                     raise StoreDamaged(f"document {move.key} has {keys.shape[0]} layers, this model {len(numbers)}.")
+                if (keys.shape[1], keys.shape[3]) != self._shape:
+                    raise StoreDamaged(f"document {move.key} is of {keys.shape[1]} heads of {keys.shape[3]} dims.")
                 first, last = max(move.first, at), min(end, at + keys.shape[2])
                 where = slice(first - move.first, last - move.first)
                 for i, number in enumerate(numbers) if first < last else ():
@@ -121,6 +135,8 @@ class WorkerSide:
                     k, v = (t[i].to(cache.device, non_blocking=True)[:, first - at : last - at] for t in (keys, values))
                     compat.put(cache, k, v, (blocks[where], slots[where]))
                 at += keys.shape[2]
+            if at != move.n_tokens:
+                raise StoreDamaged(f"document {move.key} has {at} tokens on the shelf and {move.n_tokens} here.")
             if blocks.is_cuda:
                 torch.cuda.current_stream().synchronize()
 
@@ -133,6 +149,11 @@ class WorkerSide:
                 self.counters.documents_saved += 1
         except TamisError as e:
             log.warning("a document is not kept: %s", e)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        cache = next(iter(self.caches.values()))
+        return cache.shape[1], cache.shape[-1] // 2
 
     def _slots(self, move: Move) -> tuple[torch.Tensor, torch.Tensor]:
         device = next(iter(self.caches.values())).device

@@ -67,14 +67,17 @@ def record_locality(
         print(f"{one.provider:14} kept {one.kept_mean:.3f}  misses by slots {misses}  recall {one.recall:.3f}")
 
 
+Tokens = Annotated[
+    str | None, typer.Option(help="Tokens of each sequence, comma-separated. Default: 131072; 4096 where tiny.")
+]
+
+
 @app.command("offload")
 def offload(
     shape: Annotated[str, typer.Option(help="minicpm4.1-8b, llama-3.1-8b, another without experts, or tiny.")] = (
         "minicpm4.1-8b"
     ),
-    tokens: Annotated[
-        str | None, typer.Option(help="Tokens of each sequence, comma-separated. Default: 131072; 4096 where tiny.")
-    ] = None,
+    tokens: Tokens = None,
     batch: Annotated[str, typer.Option(help="Sequences of a step, comma-separated.")] = "4,16,64",
     slots: Annotated[
         str, typer.Option(help="Slots of the device for each block that a token reads, comma-separated.")

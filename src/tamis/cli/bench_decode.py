@@ -16,8 +16,13 @@ def decode(
     shape: Annotated[
         str, typer.Option(help="llama-3.1-8b, qwen3-8b, qwen2.5-14b, tiny, or one with experts (attention alone).")
     ] = "llama-3.1-8b",
-    tokens: Annotated[str, typer.Option(help="Tokens of each sequence, comma-separated.")] = "8192,65536,131072",
-    batch: Annotated[str, typer.Option(help="Sequences of a step, comma-separated.")] = "1,8",
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Tokens of each sequence. Default: 8192,65536,131072; 8192 on a CPU."),
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="Sequences of a step, comma-separated. Default: 1,8; 1 on a CPU.")
+    ] = None,
     budget: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the tokens that a step reads.")] = 0.075,
     only: Annotated[
         str, typer.Option("--only", help="Some of attention,token,prefill; attention is always timed.")
@@ -34,12 +39,15 @@ def decode(
 ) -> None:
     """Attention alone and a whole token, checked against the reference before anything is timed."""
     from tamis.bench.decode import DecodePlanned, bench_decode
+    from tamis.bench.machine import device_of
 
+    small = device_of(device).type == "cpu"  # where the default of a GPU takes most of an hour
     kept = Kept("decode", results)
     measures = [word for part in only.split(",") if (word := part.strip())]
-    sequences = lengths_of(batch, "batch", "numbers of sequences such as 1,8")
+    lengths = lengths_of(tokens or ("8192" if small else "8192,65536,131072"))
+    sequences = lengths_of(batch or ("1" if small else "1,8"), "batch", "numbers of sequences such as 1,8")
     plan = DecodePlanned(
-        shape, lengths_of(tokens), sequences, budget, measures, rounds, tune, check_only, device, kernel
+        shape, lengths, sequences, budget, measures, rounds, tune, check_only, device, kernel
     )  # fmt: skip
     made = bench_decode(plan, kept.note, kept.keep)
     if json:

@@ -12,7 +12,7 @@ from tamis.bench import shapes
 from tamis.bench.fp8 import Fp8Linear, quantise, to_fp8
 from tamis.bench.fuse import add_norm, fuse, rms_norm
 from tamis.bench.shapes import SHAPES, Shape, choose_experts, experts_of, random_model
-from tamis.core.errors import InvalidInput
+from tamis.core.errors import InvalidInput, Unavailable
 
 TINY = {
     "llama": Shape("llama", 2, 64, 96, 4, 2, 16, 128, 10000.0),
@@ -179,3 +179,9 @@ def test_the_compiled_quantisation_equals_the_eager_one() -> None:
     exact = linear(x).float()
     made = Fp8Linear(linear)(x).float()
     assert (made - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt() < 0.05
+
+
+def test_a_model_that_does_not_fit_a_cpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sysconf", lambda name: 1000)
+    with pytest.raises(Unavailable, match="8b's weights take 32 GB and this machine has 0 GB"):
+        random_model("llama-3.1-8b", device="cpu", dtype=torch.float32)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tamis.bench.machine import check_memory
 from tamis.core.errors import InvalidInput, Unavailable
 from tamis.core.registry import unknown
 
@@ -68,17 +69,22 @@ def random_model(
 ) -> Any:
     """A transformers model of shape `name` with normal weights (0, 0.02), built on `device`, in eval mode.
 
-    layers: build only so many. Raises InvalidInput for an unknown shape or more layers than it has.
+    layers: build only so many. Raises InvalidInput for an unknown shape or more layers than it has, and Unavailable
+    where the weights do not fit a CPU's memory.
     """
     import transformers as hf
 
     shape, config = shape_of(name), config_of(name, layers=layers, context=context)
-    stem = CLASSES[shape.family]
+    kind = getattr(hf, f"{CLASSES[shape.family]}ForCausalLM")
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
+        if torch.device(device).type == "cpu":
+            with torch.device("meta"):
+                n_bytes = sum(p.numel() * p.element_size() for p in kind(config).parameters())
+            check_memory(n_bytes, torch.device(device), f"{name}'s weights")
         with torch.device(device):
-            model = getattr(hf, f"{stem}ForCausalLM")(config)
+            model = kind(config)
     finally:
         torch.set_default_dtype(before)
     rotated = 2 * model.model.rotary_emb.inv_freq.numel()

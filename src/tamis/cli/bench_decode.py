@@ -30,7 +30,10 @@ def decode(
     kernel: Annotated[
         str, typer.Option(help="auto: the fastest that is right. Or triton, nvrtc, cpu, reference.")
     ] = "auto",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds after a warm-up; medians are reported.")] = 20,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Timed rounds after a warm-up. Default: 20; 3 on a CPU."),
+    ] = None,
     tune: Annotated[bool, typer.Option("--tune", help="First find the best cuts of the kernels.")] = False,
     check_only: Annotated[bool, typer.Option("--check-only", help="Compare with the reference, time nothing.")] = False,
     results: Results = None,
@@ -47,7 +50,7 @@ def decode(
     lengths = lengths_of(tokens or ("8192" if small else "8192,65536,131072"))
     sequences = lengths_of(batch or ("1" if small else "1,8"), "batch", "numbers of sequences such as 1,8")
     plan = DecodePlanned(
-        shape, lengths, sequences, budget, measures, rounds, tune, check_only, device, kernel
+        shape, lengths, sequences, budget, measures, rounds or (3 if small else 20), tune, check_only, device, kernel
     )  # fmt: skip
     made = bench_decode(plan, kept.note, kept.keep)
     if json:

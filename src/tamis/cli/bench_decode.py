@@ -25,8 +25,8 @@ def decode(
     ] = None,
     budget: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the tokens that a step reads.")] = 0.075,
     only: Annotated[
-        str, typer.Option("--only", help="Some of attention,token,prefill; attention is always timed.")
-    ] = "attention,token,prefill",
+        str | None, typer.Option("--only", help="Some of attention,token,prefill. Default: all; no prefill on a CPU.")
+    ] = None,
     kernel: Annotated[
         str, typer.Option(help="auto: the fastest that is right. Or triton, nvrtc, cpu, reference.")
     ] = "auto",
@@ -46,6 +46,7 @@ def decode(
 
     small = device_of(device).type == "cpu"  # where the default of a GPU takes most of an hour
     kept = Kept("decode", results)
+    only = only or ("attention,token" if small else "attention,token,prefill")
     measures = [word for part in only.split(",") if (word := part.strip())]
     lengths = lengths_of(tokens or ("8192" if small else "8192,65536,131072"))
     sequences = lengths_of(batch or ("1" if small else "1,8"), "batch", "numbers of sequences such as 1,8")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tamis.core.errors import InvalidInput, NothingFound
 from tamis.core.table import MemoryTables, Tables, close_tables, open_tables
@@ -33,6 +33,12 @@ class StoredDocument:
     created: int
     tokens: int
     pinned: bool = False
+
+    def shown(self) -> dict[str, Any]:
+        """What servers say of it, without its text."""
+        return {
+            "id": self.id, "object": "document", "title": self.title, "created": self.created, "tokens": self.tokens
+        }  # fmt: skip
 
 
 def new_document(title: str, text: str, n_tokens: int, name: str | None = None) -> StoredDocument:

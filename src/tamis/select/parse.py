@@ -47,7 +47,7 @@ def parse_variant(spec: str) -> Variant:
         key, is_pair, value = part.partition("=")
         if not is_pair or not key or key in options:
             raise InvalidInput(f"variant {spec!r}: {part!r} is not an option=value of its own.")
-        options[key] = _value(value)
+        options[key] = value_of(value)
     bits = {_BITS[key]: options.pop(key) for key in list(options) if key in _BITS}
     corrected = bool(plus)
     selector = _build(name, options)
@@ -99,7 +99,8 @@ def _check_kind(name: str, key: str, value: Any, annotation: str) -> None:
         raise InvalidInput(f"variant {name}: {key} is {str(value).lower()!r}; give {wanted[1]}.")
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
+    """An option's value as it is written: true, false, none, a number, or else a text."""
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]

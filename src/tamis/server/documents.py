@@ -92,11 +92,7 @@ def _stored(made: APIRouter, serving: Serving, owner: Any) -> None:
 def shown(serving: Serving, key: Key, document: StoredDocument) -> dict[str, Any]:
     """A document without its text. tier: where its keys and values lie now, null if they are not stored."""
     return {
-        "id": document.id,
-        "object": "document",
-        "title": document.title,
-        "created": document.created,
-        "tokens": document.tokens,
+        **document.shown(),
         "pinned": document.pinned,
         "tier": serving.library.tier(key.name, document),
     }

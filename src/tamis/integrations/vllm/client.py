@@ -12,11 +12,9 @@ from typing import Any
 
 from tamis.core.errors import InvalidInput
 from tamis.core.registry import unknown
+from tamis.integrations.vllm.request import MODES, PAD, VERSION
 from tamis.prompt.segments import Kind, document_id
 
-VERSION = 1  # of the form of `kv_transfer_params["tamis"]`
-MODES = ("sift", "reuse")
-PAD = "pad"
 BLOCK_SIZE = 16  # vLLM's own default
 PACK_TOKENS = 8192  # of a request that warms, pads included: what vLLM computes in a step by default on a server
 Span = tuple[int, int, str, str | None]

@@ -6,6 +6,7 @@ field names only and imports nothing of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -126,9 +127,11 @@ class Settings:
         )
 
 
+@functools.lru_cache(maxsize=256)  # the scheduler asks for it in every step of a prompt
 def policy_of(spec: str, settings: Settings) -> Policy:
     """The policy that a selector written as `name[:option=value,…]` stands for. Raises InvalidInput."""
     from tamis.attention.policy import Policy
+    from tamis.select.parse import value_of
 
     name, _, rest = "".join(spec.split()).partition(":")
     options: dict[str, Any] = {}
@@ -138,7 +141,7 @@ def policy_of(spec: str, settings: Settings) -> Policy:
             raise InvalidInput(unknown(f"option of {name}", key, list(OPTIONS)))
         if not is_pair or key in options:
             raise InvalidInput(f"selector {spec!r}: {part!r} is not an option=value of its own.")
-        options[key] = _value(value)
+        options[key] = value_of(value)
     policy = Policy(prefill="sift", selector=name, min_tokens=settings.min_tokens, tile=settings.tile, **options)
     if policy.needs_records and not settings.index:
         raise InvalidInput(
@@ -154,15 +157,3 @@ def settings_of(vllm_config: Any) -> Settings | None:
     if transfer is None or transfer.kv_connector != CONNECTOR or transfer.kv_connector_module_path != MODULE:
         return None
     return Settings.of(transfer.kv_connector_extra_config or {})
-
-
-def _value(text: str) -> Any:
-    words = {"true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

@@ -124,11 +124,7 @@ class Library:
         key, namespace = document_id(self.tokens(document)), self.namespace(owner)
         kept = self.shelf is not None and self.shelf.has(key, namespace)
         return {
-            "id": document.id,
-            "object": "document",
-            "title": document.title,
-            "created": document.created,
-            "tokens": document.tokens,
+            **document.shown(),
             "pinned": kept and self.shelf is not None and self.shelf.pinned(key, namespace),
             "tier": "shelf" if kept else None,
             "key": key.hex(),

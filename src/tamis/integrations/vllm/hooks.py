@@ -114,12 +114,9 @@ def checked(request: Any, settings: Settings, vllm_config: Any) -> Asked | None:
     sampling = getattr(request, "sampling_params", None)
     if sampling is None or getattr(sampling, "prompt_logprobs", None) is not None:
         raise InvalidInput("a request with tamis segments generates text, without prompt_logprobs; leave those out.")
-    asked = settings.asked(
+    return settings.asked(
         params, tokens, block_size=vllm_config.cache_config.block_size, device_type=compat.device_type()
     )
-    if asked is not None and asked.mode == "sift" and asked.selector:
-        policy_of(asked.selector, settings)
-    return asked
 
 
 # -- the engine's core: names of blocks, and chunks that end on borders of tiles --------------------------------------

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from tamis.core.errors import StoreMismatch, Unavailable
 from tamis.index.encode import Bits
@@ -23,22 +21,6 @@ from tamis.prompt.segments import Kind
 
 if TYPE_CHECKING:
     from tamis.integrations.vllm.config import Settings
-
-
-@dataclass(frozen=True)
-class Share:
-    """Query heads that a worker computes, of every layer."""
-
-    heads: slice
-
-    @classmethod
-    def of(cls, vllm_config: Any) -> Share:
-        """Of the worker in whose process this is called."""
-        parallel = vllm_config.parallel_config
-        size = parallel.tensor_parallel_size
-        each = vllm_config.model_config.hf_text_config.num_attention_heads // size
-        first = parallel.rank % size * each
-        return cls(slice(first, first + each))
 
 
 class Records:
@@ -85,15 +67,15 @@ class Records:
         there = self.store.has(bytes.fromhex(key) for key in keys)
         return tuple(key for key, has in zip(keys, there, strict=True) if has)
 
-    def bits(self, asked: Asked, share: Share) -> list[Bits | None]:
-        """Of each document of the prompt the bits of a worker's heads; None where `asked.recorded` does not name it."""
+    def bits(self, asked: Asked, heads: slice) -> list[Bits | None]:
+        """Of each document of the prompt the bits of these query heads; None where `asked.recorded` names it not."""
         keys = [s.key for s in asked.spans if s.kind == Kind.DOCUMENT]
         wanted = [key for key in dict.fromkeys(keys) if key in asked.recorded]
         found = dict(zip(wanted, self.store.get(bytes.fromhex(key) for key in wanted), strict=True))
         made: dict[str, Bits | None] = {}
         for key, record in found.items():
             whole = None if record is None else record.bits()
-            made[key] = None if whole is None else Bits(_part(whole.la, share), _part(whole.ca, share))
+            made[key] = None if whole is None else Bits(whole.la[:, heads], whole.ca[:, heads])
         return [made.get(key) for key in keys]
 
 
@@ -108,11 +90,16 @@ def recorded(asked: Asked | None, tokens: Sequence[int], settings: Settings) -> 
     return replace(asked, recorded=opened(settings.index).known(asked, tokens))
 
 
+def heads_of(vllm_config: Any) -> slice:
+    """The query heads of every layer that the worker of this process computes."""
+    parallel = vllm_config.parallel_config
+    size = parallel.tensor_parallel_size
+    each = vllm_config.model_config.hf_text_config.num_attention_heads // size
+    first = parallel.rank % size * each
+    return slice(first, first + each)
+
+
 @functools.cache
 def opened(folder: str) -> Records:
     """The process's one handle on an index."""
     return Records(folder)
-
-
-def _part(bits: torch.Tensor, share: Share) -> torch.Tensor:
-    return bits[:, share.heads]

@@ -19,7 +19,7 @@ from tamis.core.errors import InvalidInput
 from tamis.core.registry import unknown
 from tamis.prompt.segments import ID_BYTES, Kind, document_id
 
-VERSION = 1
+VERSION = 1  # of the form of `kv_transfer_params["tamis"]`
 MODES = ("sift", "reuse")
 PAD = "pad"
 KINDS = (*(kind.value for kind in Kind), PAD)

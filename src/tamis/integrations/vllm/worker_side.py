@@ -32,12 +32,11 @@ class WorkerSide:
             hooks.install(hooks.WORKER_V2)
         self.settings, self.config = settings, vllm_config
         self.block: int = vllm_config.cache_config.block_size
-        heads = vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config)
-        self.state = Worker(settings, self.block, heads)
+        kv_heads = vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config)
+        self.state = Worker(settings, self.block, kv_heads)
         if settings.index:
-            self.state.bits = functools.partial(
-                records.opened(settings.index).bits, share=records.Share.of(vllm_config)
-            )
+            heads = records.heads_of(vllm_config)
+            self.state.bits = functools.partial(records.opened(settings.index).bits, heads=heads)
         part = vllm_config.parallel_config.rank % max(1, parts_of(vllm_config))
         self.shelf = settings.shelf(address, (part, parts_of(vllm_config)))
         self.caches: dict[int, torch.Tensor] = {}

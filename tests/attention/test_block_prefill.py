@@ -13,7 +13,9 @@ from tamis.attention import block_prefill
 from tamis.attention.block_prefill import BlockPrefill, OwnChoice, row_chunks
 from tamis.attention.hook import install
 from tamis.attention.layer_inputs import watching
+from tamis.core.errors import InvalidInput
 from tamis.kernels.blocks import BlockRule
+from tamis.kernels.reference.blocks import summed
 
 RULE = BlockRule(top=5, first=1, local=1, block=16, window=8, stride=4, dense_tokens=0)
 
@@ -81,3 +83,48 @@ def test_what_layers_read_is_noted_and_hooks_go(tiny_model: Callable[..., Any]) 
             norm(states[0])
         torch.testing.assert_close(seen.residual[2], states[2][0])
     assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+class TestTogether:
+    """Tokens that choose as one."""
+
+    @pytest.mark.parametrize("together", [2, 8, 16])
+    def test_all_blocks_are_the_stock_model(
+        self, tiny_model: Callable[..., Any], together: int
+    ) -> None:
+        model, rule = tiny_model("llama"), replace(RULE, together=together)
+        every = BlockPrefill.of(replace(rule, top=13))
+        torch.testing.assert_close(logits(model, every), logits(model), rtol=1e-4, atol=1e-4)
+        job = BlockPrefill.of(rule)
+        few, apart = logits(model, job), logits(model, BlockPrefill.of(RULE))
+        assert float((few - apart).abs().max()) > 1e-3
+        read = sum(16 * (min(row // 16 + 1, 5) - 1) + row % 16 + 1 for row in range(200))
+        assert job.density[1] == pytest.approx(read / (200 * 201 / 2)), "as many blocks as each for itself"
+
+    def test_chunks_of_rows_change_nothing(
+        self, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, rule = tiny_model("llama"), replace(RULE, together=8)
+        whole = logits(model, BlockPrefill.of(rule))
+        monkeypatch.setattr(block_prefill, "CHUNK_BYTES", 4 * 4 * 200 * 33)
+        assert [r.stop for r in row_chunks(200, 4 * 200, 16)] == [48, 96, 144, 192, 200]
+        torch.testing.assert_close(logits(model, BlockPrefill.of(rule)), whole)
+
+    def test_a_choice_is_that_of_the_sum(self) -> None:
+        draw, rule = torch.Generator().manual_seed(0), replace(RULE, together=4)
+        cells = torch.rand(2, 11, 40, generator=draw)
+        positions = torch.arange(6, 17)  # 2 of a choice, two whole ones, 1
+        seen = torch.arange(40) * 4 + 8 <= positions[:, None] + 1
+        sums, first = summed(cells.masked_fill(~seen, -torch.inf), positions, rule.together)
+        assert first.tolist() == [6, 8, 12, 16]
+        for i, rows in enumerate((slice(0, 2), slice(2, 6), slice(6, 10), slice(10, 11))):
+            right = (cells[:, rows] * seen[rows]).sum(1).masked_fill(~seen[rows].any(0), -torch.inf)
+            torch.testing.assert_close(sums[:, i], right)
+        apart, same = summed(cells, positions, 1)
+        assert apart is cells and same is positions
+
+    @pytest.mark.parametrize("together", [0, 3, 64, 32])
+    def test_numbers_that_cannot_be(self, together: int) -> None:
+        with pytest.raises(InvalidInput, match="together"):
+            replace(RULE, together=together)  # blocks of 16
+        assert BlockRule(together=32).n_choices(31, 2) == 2 and BlockRule(together=32).n_choices(32, 32) == 1

@@ -50,6 +50,7 @@ class TestPolicy:
             ({"offload_slots": 4}, "slots are used by offload='host' with decode='blocks'"),
             ({"offload_slots": 4, "offload": "host"}, "slots are used by offload='host' with decode='blocks'"),
             ({"prefill_blocks": 0}, "prefill_blocks is 0"),
+            ({"prefill_together": 3}, "prefill_together is 3"),
             ({"prefill": "blocks", "prefill_blocks": 9}, "prefill_blocks is 9, and 34 blocks are read in any case"),
             ({"decode_least": -1}, "decode_least -1; give a share"),
             ({"selector": "sample"}, "unknown selector 'sample'. Did you mean 'sampled'"),

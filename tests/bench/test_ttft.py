@@ -16,11 +16,13 @@ from tamis.bench.dense import Heads, dense_functions
 from tamis.bench.densities import Recorded, from_log, lists_of_density, load, nearest, save
 from tamis.bench.peer import PeerTime, load_peers, nearest_peers
 from tamis.bench.replay import bench_prompt, random_question, selector_of
+from tamis.bench.replay_blocks import BlockVariant
 from tamis.bench.results import Row
 from tamis.bench.ttft import Plan, bench_ttft
 from tamis.bench.ttft_report import Comparison, Timed, compare, table
 from tamis.cli.bench import app
 from tamis.core.errors import InvalidInput, NothingFound, Unavailable
+from tamis.kernels.blocks import BlockRule
 from tamis.kernels.lists import counted
 from tamis.select.sampled import Sampled
 from tamis.select.variants import GlobalThreshold
@@ -249,3 +251,27 @@ def test_the_command_prints_one_object_with_the_peer_beside(tmp_path: Path, dens
 def test_lengths_are_numbers(tokens: str, densities: str) -> None:
     run = CliRunner().invoke(app, ["ttft", "--shape", "tiny", "--tokens", tokens, "--densities", densities])
     assert isinstance(run.exception, InvalidInput) and "8192,32768" in str(run.exception)
+
+
+class TestBlocks:
+    """Prefills over blocks are timed with the choice they make."""
+
+    def test_they_are_timed_beside_the_rest(self) -> None:
+        variants = ["blocks:together=16,top=8,local=2", "blocks-forecast:top=8,local=2"]
+        made = bench_ttft(Plan("tiny", [1280], ["dense-tamis"], variants, "", repeats=1, device="cpu")).results
+        together, apart = made[1:]
+        tokens, block = 1280, 64
+        read = sum(block * min(row // block, 7) + row % block + 1 for row in range(tokens))
+        for found in (together, apart):
+            assert found["density"] == pytest.approx(read / (tokens * (tokens + 1) / 2))
+            assert found["parts"]["selection"] > 0 and found["parts"]["attention"] > 0
+        assert not together["note"] and "apart" in apart["note"]
+
+    @pytest.mark.parametrize("name", ["blocks:rows=3", "blocks:top=x", "blocks:top=2", "blocks:together=5"])
+    def test_options_that_cannot_be(self, name: str) -> None:
+        with pytest.raises(InvalidInput):
+            BlockVariant.parse(name)
+
+    def test_another_name_is_not_one(self) -> None:
+        assert BlockVariant.parse("sampled:rows=4") is None
+        assert BlockVariant.parse("blocks-forecast:top=64") == BlockVariant(BlockRule(top=64, dense_tokens=0), True)

@@ -11,7 +11,17 @@ from dataclasses import replace
 
 import torch
 from interpreted import fix_interpreter
-from offload_cases import SMALL, Case, difference, piece_errors, prefill_errors, selection_error, tied, walk
+from offload_cases import (
+    SMALL,
+    Case,
+    attend_errors,
+    difference,
+    piece_errors,
+    prefill_errors,
+    selection_error,
+    tied,
+    walk,
+)
 
 from tamis.kernels.blocks import BlockRule
 from tamis.kernels.reference import offload as reference
@@ -52,7 +62,21 @@ PREFILL = {
     "raw, fp16": (100, 30, {"own": False, "dtype": HALF, "dim": 32}),
     "group of 3, fp16": (90, 60, {"heads": (6, 2), "dtype": HALF}),
     "a prompt shorter than a window": (6, 0, {"own": False}),
+    "own, 4 together": (150, 0, {"wide": True, "together": 4}),
+    "own, 8 together, cut by a border": (150, 61, {"together": 8}),
+    "raw, 16 together": (150, 90, {"own": False, "together": 16}),
 }
+ATTEND = {
+    "each token": (150, 0, {}),
+    "each token, from the middle of a tile": (150, 61, {}),
+    "2 together": (150, 61, {"together": 2}),
+    "16 together": (150, 35, {"together": 16}),
+    "group of 3": (100, 0, {"heads": (6, 2), "together": 4}),
+    "one head, fp16": (100, 7, {"heads": (1, 1), "dtype": HALF}),
+    "few choose: fp16, dim 32": (90, 60, {"heads": (8, 1), "dtype": HALF, "dim": 32, "together": 16}),
+    "one row": (150, 149, {"together": 16}),
+}
+ATTEND_WRONG = ("a block more", "another choice", "later")
 MUTATIONS = ("rows", "copies", "ties to the later", "heads", "first")
 
 
@@ -92,7 +116,13 @@ def main() -> None:
         values = tied(6, n, levels)
         say(f"selection, {name}", {"wrong": selection_error(steps, values, torch.tensor(positions), rule)})
     for name, (tokens, first, given) in PREFILL.items():
-        say(f"prefill, {name}", prefill_errors(steps, tokens, first, SMALL, **given))
+        rule = replace(SMALL, together=given.pop("together", 1))
+        say(f"prefill, {name}", prefill_errors(steps, tokens, first, rule, **given))
+    for name, (tokens, first, given) in ATTEND.items():
+        rule = replace(SMALL, together=given.pop("together", 1))
+        say(f"attend, {name}", attend_errors(steps, tokens, first, rule, **given))
+    for wrong in ATTEND_WRONG:
+        say(wrong, attend_errors(steps, 150, 61, SMALL, wrong=wrong))
     say("pieces", piece_errors())
     for wrong in MUTATIONS[:2]:
         say(wrong, worst(Case(), steps, 2, wrong=wrong, mode="raw"))

@@ -193,3 +193,33 @@ def piece_errors(
         "rotate": [m.rotate(turned.clone(), angle.cos(), angle.sin(), first) for m in (step_pieces, offload_step)],
     }
     return {name: float((a.float() - b.float()).norm() / b.float().norm()) for name, (a, b) in pairs.items()}
+
+
+def attend_errors(
+    steps: ModuleType, tokens: int, first: int, rule: BlockRule, *, heads: tuple[int, int] = (4, 2), dim: int = 16,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", wrong: str = "",
+) -> dict[str, float]:  # fmt: skip
+    """Relative error of the attention of the last rows of a prompt to blocks chosen by random scores.
+
+    q, k and v are views whose rows do not lie one behind the other, as a model has them.
+    """
+    draw = torch.Generator().manual_seed(5)
+    query, kv = heads
+    n = tokens - first
+
+    def normal(rows: int, count: int) -> torch.Tensor:
+        return torch.randn(rows, count, dim, generator=draw).to(dtype).to(device).transpose(0, 1)
+
+    q, k, v = normal(n, query), normal(tokens, kv), normal(tokens, kv)
+    n_blocks = rule.n_blocks(tokens)
+    values = torch.randn(kv, rule.n_choices(first, n), n_blocks, generator=draw).to(device)
+    chosen = reference.prefill_select(values, first, rule)
+    expected = reference.prefill_attend(q.double(), k.double(), v.double(), chosen, first, rule, scale=0.3)
+    if wrong == "a block more":
+        chosen = chosen.clone()
+        chosen[:, -1] |= torch.arange(n_blocks, device=device) == int((~chosen[0, -1]).nonzero()[0])
+    if wrong == "another choice":
+        chosen = chosen.roll(1, 1) | (torch.arange(n_blocks, device=device) == n_blocks - 1)
+    made = steps.prefill_attend(q, k, v, chosen, first + (wrong == "later"), rule, scale=0.3)
+    assert made.shape == q.shape
+    return {"out": float((made.double() - expected).norm() / expected.norm())}

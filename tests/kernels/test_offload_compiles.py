@@ -57,9 +57,10 @@ class TestCompiled:
                 module.decode_scores_kernel, HEADS | CELLS | {"NB": 64, "SP": 8, "OWN": own}, warps=4, **out
             )
             assert not spills(names(made, tmp_path))
-            tile = {"BM": module.TILE, "NB": module.TILE_BLOCKS, "OWN": own}
-            made = compiled(module.prefill_scores_kernel, HEADS | CELLS | tile, warps=4, **out)
-            assert not spills(names(made, tmp_path))
+            for together in (1, 32):
+                tile = {"BM": module.TILE, "NB": module.TILE_BLOCKS, "R": together, "OWN": own}
+                made = compiled(module.prefill_scores_kernel, HEADS | CELLS | tile, warps=4, **out)
+                assert not spills(names(made, tmp_path))
         made = compiled(module.normaliser_kernel, HEADS | WINDOWS | {"BN": 64, "SP": 8}, warps=4)
         assert not spills(names(made, tmp_path))
         made = compiled(module.prefill_normaliser_kernel, HEADS | WINDOWS | {"BM": 64, "BN": 64}, warps=4, **out)
@@ -70,8 +71,24 @@ class TestCompiled:
         from tamis.kernels.triton.blocks_select import select_kernel
 
         constants = {"FIRST": 1, "LOCAL": 32, "BLOCK": 64, "BN": 2048, "OWN": many, "STICK": not many}
-        made = compiled(select_kernel, constants, warps=1 if many else 4, out="*i32")
+        made = compiled(select_kernel, constants, warps=1 if many else 4, out="*u8" if many else "*i32")
         assert not spills(names(made, tmp_path))
+
+    @pytest.mark.parametrize("each", [True, False])
+    def test_prefill_attention(self, each, tmp_path):
+        """32 query heads on 8: tiles of 32 tokens; each for itself, and all together."""
+        from tamis.kernels.triton import blocks_prefill as module
+
+        known = {"chosen": "*u8", "entries": "*i32", "words": "*i32", "count": "*i32", "masked": "*i32"}
+        constants = {"R": 1 if each else 32, "BT": 32, "BLOCK": 64, "NP": 2048, "WORDS": each}
+        made = compiled(module.union_kernel, constants, warps=8, **known)
+        assert not spills(names(made, tmp_path))
+        constants = {"GH": 4, "D": 128, "DP": 128, "BT": 32, "BM": 128, "BN": 64, "SPLIT": 1, "STAGES": 2}
+        constants |= {"WORDS": each, "TMA": True, "PRECISION": "tf32"}
+        known |= {"out": "*bf16", "k": "tensordesc<bf16[1, 64, 128]>", "v": "tensordesc<bf16[1, 64, 128]>"}
+        made = compiled(module.attend_kernel, constants, warps=8, **known)
+        code = names(made, tmp_path)
+        assert not spills(code) and any(name.startswith("HGMMA") for name in code)
 
     @pytest.mark.parametrize("slots", [128, 256, 512])
     def test_slots(self, slots, tmp_path):

@@ -7,12 +7,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from interpreted_offload import MUTATIONS, PREFILL, STEPS, TIES, WANTED
-from offload_cases import Case, kept, moved, piece_errors, prefill_errors, selection_error, tied, walk
+from interpreted_offload import ATTEND, ATTEND_WRONG, MUTATIONS, PREFILL, STEPS, TIES, WANTED
+from offload_cases import Case, attend_errors, kept, moved, piece_errors, prefill_errors, selection_error, tied, walk
 
 from tamis.cache.slots import SlotMap
 from tamis.core.errors import InvalidInput, Unavailable, UnknownName
@@ -67,6 +68,15 @@ class TestInterpreted:
         found = interpreted[f"prefill, {name}"]
         exact = PREFILL[name][2].get("dtype", torch.float32) == torch.float32
         assert found["seen"] == found["selection"] == 0 and found["scores"] < (1e-5 if exact else 5e-3), found
+
+    @pytest.mark.parametrize("name", ATTEND)
+    def test_prefill_attention(self, interpreted, name):
+        exact = ATTEND[name][2].get("dtype", torch.float32) == torch.float32
+        assert interpreted[f"attend, {name}"]["out"] < (1e-6 if exact else 2e-3), interpreted[f"attend, {name}"]
+
+    @pytest.mark.parametrize("name", ATTEND_WRONG)
+    def test_wrong_blocks_would_be_noticed(self, interpreted, name):
+        assert interpreted[name]["out"] > 1e-2
 
     def test_pieces(self, interpreted):
         assert max(interpreted["pieces"].values()) < 1e-6, interpreted["pieces"]
@@ -292,9 +302,26 @@ class TestGpuMore:
         from tamis.kernels.triton import blocks
 
         rule = BlockRule(top=24, local=8, dense_tokens=0)
-        args = (blocks, 3000, 1500, rule)
-        found = prefill_errors(*args, heads=(32, 2), dim=128, dtype=BF16, device="cuda", **given)
-        assert found["seen"] == found["selection"] == 0 and found["scores"] < 1e-2, found
+        for together in (1, 8, 32):
+            args = (blocks, 3000, 1500, replace(rule, together=together))
+            found = prefill_errors(*args, heads=(32, 2), dim=128, dtype=BF16, device="cuda", **given)
+            assert found["seen"] == found["selection"] == 0 and found["scores"] < 1e-2, (together, found)
+
+    @pytest.mark.parametrize("heads", [(32, 2), (32, 8), (12, 2), (40, 8), (5, 5)])
+    @pytest.mark.parametrize("dim", [64, 128, 256])
+    def test_prefill_attention(self, heads, dim):
+        from tamis.kernels.triton import blocks
+
+        rule = BlockRule(top=24, local=8, dense_tokens=0)
+        for together in (1, 4, 32):
+            for first in (0, 1487):
+                args = (blocks, 3000, first, replace(rule, together=together))
+                found = attend_errors(*args, heads=heads, dim=dim, dtype=BF16, device="cuda")
+                assert found["out"] < 1e-2, (together, first, found)
+        assert (
+            attend_errors(blocks, 3000, 0, rule, heads=heads, dim=dim, dtype=BF16, device="cuda", wrong="later")["out"]
+            > 3e-2
+        )
 
     def test_copies_of_odd_blocks_and_every_number_of_programs(self):
         from tamis.kernels.triton.offload_move import copy_blocks

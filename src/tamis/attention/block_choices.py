@@ -14,9 +14,7 @@ import torch
 from tamis.attention.block_prefill import PooledChoice
 from tamis.attention.fused import FusedForecast
 from tamis.attention.layer_inputs import LayerInputs
-from tamis.cache.pooled import Pooled
 from tamis.forecast.heads import Forecast
-from tamis.kernels.reference.blocks import own_scores, raw_scores
 from tamis.model.rope import Rotary
 
 
@@ -29,11 +27,12 @@ class ForecastChoice(PooledChoice):
     seen: LayerInputs
     rotary: Rotary
 
-    def cells(self, layer: int, q: torch.Tensor, keys: Pooled, positions: torch.Tensor, scale: float) -> torch.Tensor:
+    def vectors(
+        self, layer: int, q: torch.Tensor, positions: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, float | None]:
         """See `PooledChoice`."""
         x = self.seen.normed_at(Forecast.source(layer), positions)
-        f = self.forecast.query(layer, x, positions, self.rotary)
-        return raw_scores(f, keys.pooled, positions, self.rule)
+        return self.forecast.query(layer, x, positions, self.rotary), None
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,11 @@ class FusedChoice(PooledChoice):
 
     fused: FusedForecast
 
-    def cells(self, layer: int, q: torch.Tensor, keys: Pooled, positions: torch.Tensor, scale: float) -> torch.Tensor:
+    def vectors(
+        self, layer: int, q: torch.Tensor, positions: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, float | None]:
         """See `PooledChoice`."""
-        return raw_scores(self.fused.query(layer, positions), keys.pooled, positions, self.rule)
+        return self.fused.query(layer, positions), None
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,11 @@ class StaleChoice(PooledChoice):
     seen: LayerInputs
     rotary: Rotary
 
-    def cells(self, layer: int, q: torch.Tensor, keys: Pooled, positions: torch.Tensor, scale: float) -> torch.Tensor:
+    def vectors(
+        self, layer: int, q: torch.Tensor, positions: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, float | None]:
         """See `PooledChoice`."""
-        q = self._query(layer, positions) if layer else q
-        return own_scores(q, keys.pooled, positions, self.rule, scale=scale)
+        return self._query(layer, positions) if layer else q, scale
 
     def _query(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         module = self.layers[layer]

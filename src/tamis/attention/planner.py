@@ -76,10 +76,11 @@ class Plan:
             fallbacks=tuple(self.fallbacks),
             chunks=len(self.chunks),
         )
-        if isinstance(job, BlockPrefill) and job.density:
-            shares = tuple(share for _, share in sorted(job.density.items()))
+        if isinstance(job, BlockPrefill) and (density := job.density):
+            shares = tuple(share for _, share in sorted(density.items()))
             mean = sum(shares) / len(shares)
-            return replace(made, used="blocks", selector="pooled keys", density=mean, layers=shares)
+            made = replace(made, used="blocks", selector="pooled keys", kernel=job.kernel)
+            return replace(made, density=mean, layers=shares)
         if job is None or isinstance(job, BlockPrefill) or not job.layers:
             why = self.reason or ("" if self.policy.prefill == "dense" else "; ".join(self.fallbacks))
             return replace(made, reason=why)
@@ -118,7 +119,7 @@ def plan_prefill(
         )
     device = next(model.parameters()).device
     reason = dense_reason(prompt, policy, device)
-    chunks = chunk_ranges(Tiling.of_segments(prompt.lengths, policy.tile), policy.chunk_tokens)
+    chunks = chunks_of(prompt, policy)
     if policy.prefill == "dense" or reason:
         return Plan(prompt, policy, None, reason, chunks=chunks)
     if policy.prefill == "blocks":
@@ -138,6 +139,12 @@ def plan_prefill(
         plan.index_s = time.perf_counter() - begin
     plan.job = SparsePrefill(Scene.of(prompt, bits, policy.tile, device), selector, policy.kernel, measure_recall)
     return plan
+
+
+def chunks_of(prompt: Prompt, policy: Policy) -> tuple[tuple[int, int], ...]:
+    """The half-open token ranges of the passes over a prompt. Blocks are counted from its start, whatever it holds."""
+    lengths = [len(prompt.tokens)] if policy.prefill == "blocks" else prompt.lengths
+    return chunk_ranges(Tiling.of_segments(lengths, policy.tile), policy.chunk_tokens)
 
 
 def chunk_ranges(tiling: Tiling, chunk_tokens: int | None) -> tuple[tuple[int, int], ...]:

@@ -34,10 +34,10 @@ class Policy:
     """How a prompt is prefilled and decoded.
 
     prefill      "dense"; "sift": every token recomputed, but only the attention tiles that matter; "blocks": tokens
-                 read the blocks of 64 that their layer chooses by pooled keys (approximate; for quality: it runs
-                 through PyTorch and is not faster than dense); "reuse": documents computed once, alone, and read in
-                 place (approximate: they do not see each other); "blend": the same with some of their tokens
-                 recomputed; "prefix": exact reuse of what begins like an earlier prompt
+                 read the blocks of 64 that their layer chooses by pooled keys (approximate; knows no documents);
+                 "reuse": documents computed once, alone, and read in place (approximate: they do not see each other);
+                 "blend": the same with some of their tokens recomputed; "prefix": exact reuse of what begins like an
+                 earlier prompt
     decode       how a new token reads the keys and values before it: "dense", all of them; "selfindex", a share that
                  their own codes choose (approximate; means kv="selfindex"); "blocks", blocks of 64 that each layer
                  chooses by pooled keys; "forecast", blocks that the layer before has named (needs a forecast; both
@@ -53,6 +53,8 @@ class Policy:
                  deviations of the scores; 0.25 copies up to a third fewer blocks from the host, for a few of the best
     prefill_blocks   prefill "blocks": blocks that a token reads, forced ones among them; prompts whose tokens read
                  everything anyway are prefilled dense, unless `min_tokens` says otherwise
+    prefill_together   prefill "blocks": so many tokens in a row choose their blocks together; 1: each its own, as
+                 published; a power of 2 up to 32
     offload      "host": keys and values lie in host memory, and the device holds slots for the blocks that steps read;
                  exact beside what `decode` leaves out
     offload_slots   slots of a KV head and layer; None: as many as a step reads
@@ -114,6 +116,7 @@ class Policy:
     decode_local: int | None = None
     decode_stick: float = 0.0
     prefill_blocks: int = 96
+    prefill_together: int = 1
     offload: str = "none"
     offload_slots: int | None = None
     prefetch: bool = True
@@ -194,11 +197,13 @@ class Policy:
     def prefill_rule(self) -> BlockRule:
         """What tokens of a "blocks" prefill read."""
         local = BlockRule.local if self.decode_local is None else self.decode_local
-        return BlockRule(top=self.prefill_blocks, local=local, dense_tokens=0)
+        return BlockRule(top=self.prefill_blocks, local=local, dense_tokens=0, together=self.prefill_together)
 
     def _check_blocks(self) -> None:
         if self.prefill_blocks < 1:
             raise InvalidInput(f"prefill_blocks is {self.prefill_blocks}; give 1 or more.")
+        if self.prefill_together not in (1, 2, 4, 8, 16, 32):
+            raise InvalidInput(f"prefill_together is {self.prefill_together}; give 1, 2, 4, 8, 16 or 32 tokens.")
         if self.decode_stick < 0:
             raise InvalidInput(f"decode_stick is {self.decode_stick}; give 0 (no block is preferred) or more.")
         for name, least in (("decode_local", 0), ("offload_slots", 1)):

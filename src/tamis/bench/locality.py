@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,10 +24,11 @@ from tamis.kernels.blocks import BlockRule
 from tamis.kernels.reference.blocks import block_numbers, block_scores, forced_blocks, select_blocks, sticking
 
 if TYPE_CHECKING:  # replaying needs no model
-    from tamis.attention.block_prefill import Chooser, PooledChoice
+    from tamis.attention.block_prefill import PooledChoice
     from tamis.forecast.heads import Forecast
     from tamis.model.source import LoadedModel
 
+Chooser = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]  # see `PooledChoice`
 SLOTS = (1.0, 1.5, 2.0, 3.0)  # of a pool, for each block that a token reads
 POINTS = 21  # of a distribution, evenly spaced
 DISTINCT = 2048  # walks of rows that are drawn; more rows share them

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tamis.attention.block_prefill import BlockPrefill
 from tamis.attention.hook import Job, Switch, install
 from tamis.bench.clock import Clock
 from tamis.bench.dense import Attention, Heads, dense_functions
@@ -23,6 +24,7 @@ from tamis.bench.fuse import fuse
 from tamis.bench.machine import device_of
 from tamis.bench.peer import PeerTime, load_peers, nearest_peers
 from tamis.bench.replay import Dense, Question, Replay, bench_prompt, random_question, selector_of
+from tamis.bench.replay_blocks import BlockVariant
 from tamis.bench.results import Row
 from tamis.bench.shapes import check_layers, choose_experts, experts_of, random_model, shape_of
 from tamis.bench.ttft_report import Comparison, Timed, TtftResult, compare
@@ -66,6 +68,18 @@ class TtftBench:
             return replace(made, density=density, note=differs)
         note = "; ".join(filter(None, [recorded.note(made.tokens), differs]))
         return replace(made, density=density, recorded=(recorded.tokens, recorded.kl), note=note)
+
+    def blocks(self, name: str, variant: BlockVariant, question: Question, repeats: int) -> Timed:
+        """Time a prefill over blocks."""
+        jobs: list[BlockPrefill] = []
+
+        def job(clock: Clock) -> BlockPrefill:
+            jobs.append(variant.job(self.model.config.num_key_value_heads, clock))
+            return jobs[-1]
+
+        made = self._time(name, question, job, repeats)
+        density = jobs[-1].density
+        return replace(made, density=sum(density.values()) / len(density), note=variant.note)
 
     def _time(self, name: str, question: Question, job: Callable[[Clock], Job], repeats: int) -> Timed:
         ids = torch.tensor([question.prompt.tokens], device=self.device)
@@ -116,7 +130,7 @@ class Plan:
     shape      a name in `shapes.SHAPES`; `layers` of it, None for all
     lengths    prompt lengths in tokens
     dense      names in `dense.MAKERS`, or "all" alone
-    selectors  recorded variants, replayed from the file `densities`
+    selectors  recorded variants, replayed from the file `densities`, and `replay_blocks.BlockVariant`s
     fp8        linear layers in float8, for dense and sparse alike
     peer       file with another engine's times, see `peer.load_peers`
     """
@@ -163,9 +177,11 @@ def bench_ttft(
     if plan.fp8 and shape.experts:
         raise InvalidInput(WITH_EXPERTS)
     variants = list(dict.fromkeys(name for name in plan.selectors if name))
-    recorded = load(plan.densities) if any(name != "all" for name in variants) else []
-    fits = {(v, n): EVERY_TILE if v == "all" else nearest(recorded, v, n) for v in variants for n in plan.lengths}
-    for name in variants:
+    blocks = {name: found for name in variants if (found := BlockVariant.parse(name)) is not None}
+    tiles = [name for name in variants if name not in blocks]
+    recorded = load(plan.densities) if any(name != "all" for name in tiles) else []
+    fits = {(v, n): EVERY_TILE if v == "all" else nearest(recorded, v, n) for v in tiles for n in plan.lengths}
+    for name in tiles:
         selector_of(name)
     prompts = {n: bench_prompt(n, shape.vocabulary) for n in plan.lengths}
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
@@ -180,7 +196,12 @@ def bench_ttft(
                 torch.compiler.reset()  # it keeps a function for a few lengths only, then runs it uncompiled
             question = random_question(prompt, model.config.num_hidden_layers, shape.heads, where)
             full = [bench.dense(name, run, question, plan.repeats) for name, run in dense.items()]
-            sparse = [bench.sparse(name, fits[name, n], question, plan.repeats) for name in variants]
+            sparse = [
+                bench.blocks(name, blocks[name], question, plan.repeats)
+                if name in blocks
+                else bench.sparse(name, fits[name, n], question, plan.repeats)
+                for name in variants
+            ]
             made, compared, rows = _report(f"{plan.case(dtype)}/{n}", full, sparse, nearest_peers(peers, n))
             keep(rows)
             result.results.extend(made)

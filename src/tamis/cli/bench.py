@@ -88,7 +88,11 @@ def ttft(
         str, typer.Option(help="dense-fa4, dense-cudnn, dense-tamis, comma-separated; 'all' that run here.")
     ] = "all",
     selectors: Annotated[
-        str, typer.Option(help="Recorded variants to replay, and 'all' (every tile), ';'-separated.")
+        str,
+        typer.Option(
+            help="Recorded variants to replay, 'all' (every tile), 'blocks:together=32' and 'blocks-forecast'; "
+            "';'-separated."
+        ),
     ] = "sampled:rows=4,mass=0.9,local=sampled;threshold:rows=4,theta=0.01,local=sampled",
     densities: Annotated[
         str, typer.Option(help="What `tamis bench record-densities` wrote.")

@@ -17,14 +17,13 @@ import torch
 
 from tamis.attention.caching import AnyDecoding, Caching
 from tamis.attention.offline import Indexer
-from tamis.attention.planner import Plan, chunk_ranges, plan_prefill
+from tamis.attention.planner import Plan, chunks_of, plan_prefill
 from tamis.attention.policy import PAGED, Policy
 from tamis.attention.report import DecodeReport, PrefillReport
 from tamis.attention.reuse import ReuseEngine
 from tamis.cache.formats import cache_argument, stored_dtype
 from tamis.engine.member import Member
 from tamis.engine.request import Request
-from tamis.kernels.lists import Tiling
 
 
 def member_for(
@@ -62,9 +61,9 @@ class CachedMember(Member):
     ) -> None:
         super().__init__(request, engine, indexer, chunk_tokens=chunk_tokens)
         self._caching = caching
-        policy, lengths = request.policy, request.prompt.lengths
+        policy = request.policy
         self._policy = replace(policy, chunk_tokens=policy.chunk_tokens or max(chunk_tokens, policy.tile))
-        self._chunks = chunk_ranges(Tiling.of_segments(lengths, policy.tile), self._policy.chunk_tokens)
+        self._chunks = chunks_of(request.prompt, self._policy)
         self._done = 0  # of these
         self._prefilled: Plan | None = None
         self.cache: Any = None

@@ -11,6 +11,7 @@ from typing import Any
 from tamis.core.checks import check_fields
 from tamis.core.errors import InvalidInput
 
+MOST_TOGETHER = 32
 COARSE = 4  # windows and strides of the second level are so many times as long
 
 
@@ -25,6 +26,8 @@ class BlockRule:
     stick, recent  a decode step counts a block as better by `stick` standard deviations of the scores of the blocks it
             may choose from, if one of the `recent` tokens before it read the block: fewer blocks move from the host.
             0: not at all. What was read decides, not what a device holds, so the choice is the same wherever blocks lie
+    together  consecutive tokens of a prompt, counted from its start, that choose as one, by the sum of their scores: a
+            power of 2 up to MOST_TOGETHER that divides the block. Decode steps choose for themselves
     """
 
     top: int = 96
@@ -36,6 +39,7 @@ class BlockRule:
     dense_tokens: int = 8192
     stick: float = 0.0
     recent: int = 4
+    together: int = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -47,6 +51,11 @@ class BlockRule:
             raise InvalidInput(
                 f"windows of {self.window} tokens every {self.stride} in blocks of {self.block}; the window and the "
                 "block must be whole multiples of the stride."
+            )
+        if not 1 <= self.together <= MOST_TOGETHER or self.together & (self.together - 1) or self.block % self.together:
+            raise InvalidInput(
+                f"{self.together} tokens choose together in blocks of {self.block}; give a power of 2 up to "
+                f"{MOST_TOGETHER} that divides the block."
             )
         if self.window > self.block:
             raise InvalidInput(f"windows of {self.window} tokens in blocks of {self.block}; a window fits one block.")
@@ -75,6 +84,10 @@ class BlockRule:
     def overlap(self) -> int:
         """Pooled keys that begin before a block and reach into it."""
         return self.window // self.stride - 1
+
+    def n_choices(self, first: int, n_rows: int) -> int:
+        """Choices that `n_rows` tokens from position `first` on have among them."""
+        return (first + n_rows - 1) // self.together - first // self.together + 1 if n_rows else 0
 
     def n_blocks(self, n_tokens: int) -> int:
         """Blocks of `n_tokens`, the last one perhaps not full."""

@@ -23,13 +23,18 @@ BLOCK_STEPS = Registry("block kernel")
 def block_steps(like: torch.Tensor, group: int = 1, *, kernel: str = "auto") -> ModuleType:
     """What runs tensors like this one, [.., head_dim], with `group` query heads of a KV head.
 
-    It has `append`, `scores`, `select`, `place`, `fetch`, `attend`, `prefill_scores` and `prefill_select`, as
-    `kernels.reference.offload` describes them. Under Triton all of them can be captured into a graph, and none waits
-    for the host. Raises `UnknownName` and `Unavailable` for a kernel that does not exist or cannot run here.
+    It has `append`, `scores`, `select`, `place`, `fetch`, `attend`, `prefill_scores`, `prefill_select` and
+    `prefill_attend`, as `kernels.reference.offload` describes them. Under Triton all of them can be captured into a
+    graph, and none waits for the host. Raises `UnknownName` and `Unavailable` for a kernel that does not exist or
+    cannot run here.
     """
-    name = chosen(kernel, BLOCK_STEPS, _REFUSES, (like, group), "block kernel")
-    module: Callable[[], ModuleType] = BLOCK_STEPS.get(name)
+    module: Callable[[], ModuleType] = BLOCK_STEPS.get(steps_name(like, group, kernel=kernel))
     return module()
+
+
+def steps_name(like: torch.Tensor, group: int = 1, *, kernel: str = "auto") -> str:
+    """The name of what `block_steps` gives for the same arguments. Raises as it does."""
+    return chosen(kernel, BLOCK_STEPS, _REFUSES, (like, group), "block kernel")
 
 
 def why_not(like: torch.Tensor, group: int = 1) -> str | None:

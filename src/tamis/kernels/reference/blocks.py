@@ -16,11 +16,16 @@ from tamis.kernels.blocks import COARSE, BlockRule
 
 
 def pool_keys(keys: torch.Tensor, window: int, stride: int) -> torch.Tensor:
-    """[Hkv, T, D] → means of whole windows [Hkv, C, D], in the keys' dtype; C is 0 where T < window."""
+    """[Hkv, T, D] → means of whole windows [Hkv, C, D], in the keys' dtype; C is 0 where T < window.
+
+    `window` is a whole multiple of `stride`.
+    """
     heads, n, d = keys.shape
     if n < window:
         return keys.new_zeros((heads, 0, d))
-    return keys.unfold(1, window, stride).mean(-1, dtype=torch.float32).to(keys.dtype)
+    # means of strides first, then of the strides of a window: every key is read once
+    pieces = torch.unflatten(keys[:, : n // stride * stride], 1, (-1, stride)).mean(2, dtype=torch.float32)
+    return pieces.unfold(1, window // stride, 1).mean(-1).to(keys.dtype)
 
 
 def visible(positions: torch.Tensor, count: int, window: int, stride: int) -> torch.Tensor:
@@ -63,6 +68,22 @@ def raw_scores(f: torch.Tensor, pooled: torch.Tensor, positions: torch.Tensor, r
     """Plain dot products of one vector a KV head: f [Hkv, Q, D], pooled [Hkv, C, D] → [Hkv, Q, C], -inf unseen."""
     seen = visible(positions, pooled.shape[1], rule.window, rule.stride)
     return (f.float() @ pooled.float().transpose(-1, -2)).masked_fill(~seen, -math.inf)
+
+
+def summed(cells: torch.Tensor, positions: torch.Tensor, together: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of pooled keys [H, Q, C] → [H, G, C], summed over the rows that choose together, and where each lies.
+
+    positions int64 [Q] rise; rows with the same position // together choose together. A row counts for what it sees:
+    -inf stands where none of them does. Returns positions of the first rows int64 [G] beside the sums.
+    """
+    if together == 1:
+        return cells, positions
+    _, number, counts = torch.unique_consecutive(positions // together, return_inverse=True, return_counts=True)
+    seen = cells > -math.inf
+    sums = cells.new_zeros((cells.shape[0], len(counts), cells.shape[2]))
+    some = torch.zeros_like(sums).index_add_(1, number, seen.to(cells.dtype)) > 0
+    sums.index_add_(1, number, torch.where(seen, cells, 0))
+    return sums.masked_fill(~some, -math.inf), positions[counts.cumsum(0) - counts]
 
 
 def block_scores(cells: torch.Tensor, rule: BlockRule, n_blocks: int) -> torch.Tensor:

@@ -12,12 +12,14 @@ import torch
 from tamis.kernels.block_pool import PoolLayer
 from tamis.kernels.blocks import COARSE, BlockRule
 from tamis.kernels.reference.blocks import (
+    attend_blocks,
     block_numbers,
     block_scores,
     own_scores,
     raw_scores,
     select_blocks,
     sticking,
+    summed,
 )
 
 
@@ -154,17 +156,28 @@ def prefill_scores(
     wide: torch.Tensor | None = None, n_blocks: int,
 ) -> torch.Tensor:  # fmt: skip
     """Scores of blocks for rows of a prefill: q [Hkv, Q, D] (scale None) or [Hq, Q, D] at `first` and on, pooled
-    [Hkv, C, D] → float32 [Hkv, Q, n_blocks]."""
+    [Hkv, C, D] → float32 [Hkv, G, n_blocks], G choices of the rows (`BlockRule.together`)."""
     positions = torch.arange(first, first + q.shape[1], device=q.device)
     if scale is None:
         cells = raw_scores(q, pooled, positions, rule)
     else:
         cells = own_scores(q, pooled, positions, rule, scale=scale, coarse=wide)
-    return block_scores(cells, rule, n_blocks)
+    return block_scores(summed(cells, positions, rule.together)[0], rule, n_blocks)
 
 
 def prefill_select(values: torch.Tensor, first: int, rule: BlockRule) -> torch.Tensor:
-    """Numbers of the blocks that rows of a prefill read, their own too: values [Hkv, Q, N] → int32 [Hkv, Q, top],
-    ascending, -1 behind the last."""
-    positions = torch.arange(first, first + values.shape[1], device=values.device)
-    return block_numbers(select_blocks(values, positions, rule), rule.top)
+    """Which blocks the rows of a prefill read, their own too: values [Hkv, G, N] of rows from `first` on → bool."""
+    number = torch.arange(values.shape[1], device=values.device) + first // rule.together
+    return select_blocks(values, number * rule.together, rule)  # all rows of a choice have one block of their own
+
+
+def prefill_attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, first: int, rule: BlockRule, *,
+    scale: float, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of rows of a prefill to the tokens of their blocks, each up to itself: q [Hq, Q, D] at `first` and on,
+    k and v [Hkv, T, D], chosen bool [Hkv, G, N] as `prefill_select` gives it → [Hq, Q, D], `out` if given."""
+    positions = torch.arange(first, first + q.shape[1], device=q.device)
+    number = positions // rule.together - first // rule.together
+    made = attend_blocks(q, k, v, chosen[:, number], positions, block=rule.block, scale=scale)
+    return made if out is None else out.copy_(made)

@@ -208,10 +208,11 @@ def prefill_normaliser_kernel(
     out,
     scale,
     Q,
-    HKV,
     C,
     C2,
     first,
+    q_head,
+    q_row,
     GH: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -228,7 +229,7 @@ def prefill_normaliser_kernel(
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, DP)
     b_q = tl.load(
-        q + (head.to(tl.int64) * Q + r)[:, None] * D + o_d[None, :],
+        q + head.to(tl.int64) * q_head + r.to(tl.int64)[:, None] * q_row + o_d[None, :],
         mask=(r < Q)[:, None] & (o_d < D)[None, :],
         other=0.0,
     )
@@ -281,7 +282,10 @@ def prefill_scores_kernel(
     Q,
     C,
     N,
+    NG,
     first,
+    q_head,
+    q_row,
     GH: tl.constexpr,
     BM: tl.constexpr,
     D: tl.constexpr,
@@ -289,26 +293,28 @@ def prefill_scores_kernel(
     NB: tl.constexpr,
     J: tl.constexpr,
     OV: tl.constexpr,
+    R: tl.constexpr,
     STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
     OWN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Of the NG choices of Q rows: R rows each, the first and last ones perhaps fewer."""
     kv = tl.program_id(2)
-    r = tl.program_id(1) * BM + tl.arange(0, BM)
+    begin = tl.program_id(1) * BM - first % R
+    r = begin + tl.arange(0, BM)
+    real_row = (r >= 0) & (r < Q)
     o_n = tl.program_id(0) * NB + tl.arange(0, NB)
     o_d = tl.arange(0, DP)
     real = o_d < D
     n = first + r + 1
-    best = tl.full([BM, NB], float("-inf"), tl.float32)
+    best = tl.full([BM // R, NB], float("-inf"), tl.float32)
     # a tile whose first pooled key ends behind the last row is left at once
-    if (tl.program_id(0) * NB * J - OV) * STRIDE + WINDOW <= first + tl.minimum(tl.program_id(1) * BM + BM, Q):
+    if (tl.program_id(0) * NB * J - OV) * STRIDE + WINDOW <= first + tl.minimum(begin + BM, Q):
+        p_row = q + r.to(tl.int64)[:, None] * q_row + o_d[None, :]
+        inside = real_row[:, None] & real[None, :]
         if not OWN:
-            b_f = tl.load(
-                q + (kv.to(tl.int64) * Q + r)[:, None] * D + o_d[None, :],
-                mask=(r < Q)[:, None] & real[None, :],
-                other=0.0,
-            )
+            b_f = tl.load(p_row + kv.to(tl.int64) * q_head, mask=inside, other=0.0)
         for j in range(-OV, J):
             c = o_n * J + j
             k = tl.load(
@@ -320,17 +326,21 @@ def prefill_scores_kernel(
                 value = tl.zeros([BM, NB], tl.float32)
                 for g in range(GH):
                     head = (kv * GH + g).to(tl.int64)
-                    b_q = tl.load(
-                        q + (head * Q + r)[:, None] * D + o_d[None, :], mask=(r < Q)[:, None] & real[None, :], other=0.0
-                    )
-                    b = tl.load(base + head * Q + r, mask=r < Q, other=0.0)
+                    b_q = tl.load(p_row + head * q_head, mask=inside, other=0.0)
+                    b = tl.load(base + head * Q + r, mask=real_row, other=0.0)
                     value += tl.math.exp2(tl.dot(b_q, tl.trans(k), input_precision=PRECISION) * scale - b[:, None])
             else:
                 value = tl.dot(b_f, tl.trans(k), input_precision=PRECISION)
             seen = ((c >= 0) & (c < C))[None, :] & ((c * STRIDE + WINDOW)[None, :] <= n[:, None])
+            if R > 1:
+                value = tl.sum(tl.reshape(tl.where(seen & real_row[:, None], value, 0.0), [BM // R, R, NB]), 1)
+                # the last row of a choice sees what any of it sees
+                end = tl.minimum(first + begin + (tl.arange(0, BM // R) + 1) * R, first + Q)
+                seen = ((c >= 0) & (c < C))[None, :] & ((c * STRIDE + WINDOW)[None, :] <= end[:, None])
             best = tl.maximum(best, tl.where(seen, value, float("-inf")))
-    to = out + (kv.to(tl.int64) * Q + r)[:, None] * N + o_n[None, :]
-    tl.store(to, best, mask=(r < Q)[:, None] & (o_n < N)[None, :])
+    i_g = tl.program_id(1) * (BM // R) + tl.arange(0, BM // R)
+    to = out + (kv.to(tl.int64) * NG + i_g)[:, None] * N + o_n[None, :]
+    tl.store(to, best, mask=(i_g < NG)[:, None] & (o_n < N)[None, :])
 
 
 def precision_of(x: torch.Tensor) -> str:
@@ -385,11 +395,12 @@ def prefill_scores(
     """See `kernels.reference.offload.prefill_scores`."""
     heads, n, dim = q.shape
     hkv, count, _ = pooled.shape
-    q, pooled = q.contiguous(), pooled.contiguous()
+    q, pooled = q if q.stride(2) == 1 else q.contiguous(), pooled.contiguous()
     group, padded = heads // hkv, triton.next_power_of_2(dim)
-    out = torch.empty((hkv, n, n_blocks), dtype=torch.float32, device=q.device)
+    choices = rule.n_choices(first, n)
+    out = torch.empty((hkv, choices, n_blocks), dtype=torch.float32, device=q.device)
     base = out
-    tile = min(TILE, max(16, triton.next_power_of_2(n)))
+    tile = min(TILE, max(16, 2 * rule.together, triton.next_power_of_2(n)))
     shared = {"GH": group, "BM": tile, "D": dim, "DP": padded, "PRECISION": precision_of(q)}
     exponent = (scale or 1.0) * LOG2E
     if scale is not None:
@@ -397,12 +408,13 @@ def prefill_scores(
         none = wide is None or not wide.shape[1]
         far = pooled if wide is None or none else wide.contiguous()
         prefill_normaliser_kernel[(triton.cdiv(n, tile), heads)](
-            q, pooled, far, base, exponent, n, hkv, count, far.shape[1], first,
+            q, pooled, far, base, exponent, n, count, far.shape[1], first, q.stride(0), q.stride(1),
             **shared, **_windows(rule, None if none else wide), BN=64, num_warps=4,
         )  # fmt: skip
     blocks = min(TILE_BLOCKS, max(16, triton.next_power_of_2(n_blocks)))
-    prefill_scores_kernel[(triton.cdiv(n_blocks, blocks), triton.cdiv(n, tile), hkv)](
-        q, pooled, base, out, exponent, n, count, n_blocks, first,
-        **shared, **_cells(rule), NB=blocks, OWN=scale is not None, num_warps=4,
+    rows = n + first % rule.together
+    prefill_scores_kernel[(triton.cdiv(n_blocks, blocks), triton.cdiv(rows, tile), hkv)](
+        q, pooled, base, out, exponent, n, count, n_blocks, choices, first, q.stride(0), q.stride(1),
+        **shared, **_cells(rule), NB=blocks, R=rule.together, OWN=scale is not None, num_warps=4,
     )  # fmt: skip
     return out

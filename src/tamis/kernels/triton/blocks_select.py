@@ -41,11 +41,12 @@ def select_kernel(
     OWN: tl.constexpr,
     STICK: tl.constexpr,
 ):
-    """OWN: the row's own block is written too, and rows stand at start + row % Q; else positions[row // per] says."""
+    """OWN: every `per`-th token of a prefill, at (start + row % Q) * per; a byte for each block says whether it is
+    read, the row's own too. Else positions[row // per] says where the row stands."""
     LOWEST: tl.constexpr = -2147483648
     row = tl.program_id(0)
     if OWN:
-        at = start + row % Q
+        at = (start + row % Q) * per
     else:
         at = tl.load(positions + row // per).to(tl.int32)
     own = at // BLOCK
@@ -76,15 +77,17 @@ def select_kernel(
     equal = free & (key == t)
     need = k - tl.sum(above.to(tl.int32), 0)
     taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= need)) | forced
-    if not OWN:
-        taken = taken & (n < own)
-    if STICK:
-        tl.store(p_last, tl.zeros([BN], tl.int32) + at, mask=taken)
-    place = tl.cumsum(taken.to(tl.int32), 0) - 1
     to = out + row.to(tl.int64) * W
-    tl.store(to + place, n.to(tl.int32), mask=taken & (place < W))
-    total = tl.sum(taken.to(tl.int32), 0)
-    tl.store(to + n, tl.full([BN], -1, tl.int32), mask=(n >= total) & (n < W))
+    if OWN:
+        tl.store(to + n, taken.to(tl.uint8), mask=n < N)
+    else:
+        taken = taken & (n < own)
+        if STICK:
+            tl.store(p_last, tl.zeros([BN], tl.int32) + at, mask=taken)
+        place = tl.cumsum(taken.to(tl.int32), 0) - 1
+        tl.store(to + place, n.to(tl.int32), mask=taken & (place < W))
+        total = tl.sum(taken.to(tl.int32), 0)
+        tl.store(to + n, tl.full([BN], -1, tl.int32), mask=(n >= total) & (n < W))
 
 
 def _launch(
@@ -93,8 +96,10 @@ def _launch(
     rule: BlockRule,
     out: torch.Tensor,
     *,
-    own: bool,
+    own: bool = False,
+    per: int = 1,
     start: int = 0,
+    among: int = 1,
     last: torch.Tensor | None = None,
 ) -> None:
     rows, n = values.shape
@@ -102,7 +107,7 @@ def _launch(
     many = rows >= ROWS_OF_ONE_WARP and padded <= 2048
     select_kernel[(rows,)](
         values, positions, out, out if last is None else last, rule.stick, n, out.shape[1], rule.chosen,
-        max(1, rows // len(positions)), start, len(positions) if own else 1, rule.recent,
+        per, start, among, rule.recent,
         FIRST=rule.first, LOCAL=rule.local, BLOCK=rule.block, BN=padded, OWN=own,
         STICK=last is not None and rule.stick > 0, num_warps=1 if many else 4,
     )  # fmt: skip
@@ -112,15 +117,15 @@ def select(
     values: torch.Tensor, positions: torch.Tensor, rule: BlockRule, out: torch.Tensor, last: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `kernels.reference.offload.select`."""
-    _launch(values, positions, rule, out, own=False, last=last)
+    _launch(values, positions, rule, out, per=max(1, values.shape[0] // len(positions)), last=last)
     return out
 
 
 def prefill_select(values: torch.Tensor, first: int, rule: BlockRule) -> torch.Tensor:
     """See `kernels.reference.offload.prefill_select`."""
     heads, n, blocks = values.shape
-    out = torch.empty((heads, n, rule.top), dtype=torch.int32, device=values.device)
-    flat = values.view(heads * n, blocks)
-    # the rows' number stands for their positions, which are not read
-    _launch(flat, flat[:n, 0], rule, out.view(heads * n, rule.top), own=True, start=first)
-    return out
+    chosen = torch.empty((heads, n, blocks), dtype=torch.bool, device=values.device)
+    flat, out = values.view(heads * n, blocks), chosen.view(heads * n, blocks).view(torch.uint8)
+    # positions are not read
+    _launch(flat, flat, rule, out, own=True, per=rule.together, start=first // rule.together, among=n)
+    return chosen

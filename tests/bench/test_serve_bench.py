@@ -33,7 +33,7 @@ from tamis.bench.serve_words import shape_with_words, words
 from tamis.core.errors import InvalidInput, UnknownName
 
 
-def _outcome(*pieces_s: float, new: int | None = None, error: str = "") -> dict[str, Any]:
+def _outcome(*pieces_s: float, new: int | None = None, error: str = "", cut: bool = False) -> dict[str, Any]:
     usage = {
         "prompt_tokens": 100,
         "completion_tokens": new or len(pieces_s),
@@ -42,7 +42,8 @@ def _outcome(*pieces_s: float, new: int | None = None, error: str = "") -> dict[
     report = {"used": "dense", "reason": ""}
     return {
         "status": 200, "error": error, "pieces_s": list(pieces_s), "end_s": max(pieces_s, default=0.0), "late_s": 0.0,
-        "usage": usage, "tamis": [{"report": report}],
+        "usage": usage, "tamis": [{"report": report}], "finish_s": None if error else max(pieces_s, default=0.3),
+        "stopped": False, "cut": cut,
     }  # fmt: skip
 
 
@@ -118,6 +119,23 @@ class TestOutcomes:
         assert metrics["failed_share"] == 0.25 and metrics["ttft_p99_s"] == pytest.approx(2.95)
         assert "1 failed: 429: full" in table({"case": "case", "policies": [made]})
 
+    def test_an_empty_answer_is_one(self) -> None:
+        """Its first token ended it: what it took is the time to that."""
+        found = Outcomes("dense", [_outcome(new=1), _outcome(0.5, 0.6), _outcome() | {"finish_s": None}])
+        made = found.summary([{"at_s": 0.0}] * 3, Slo(ttft_s=0.4, itl_s=0.2))
+        assert (made["done"], made["empty"], made["good_share"]) == (2, 1, pytest.approx(1 / 3))
+        assert found.values()["ttft_s"] == [0.3, 0.5] and len(found.values()["itl_s"]) == 1
+        assert made["failures"] == {"no text, and no finish_reason": 1} and made["cut_share"] == 0
+
+    def test_what_ran_out_of_time_is_not_good(self) -> None:
+        cut = _outcome(0.1, 0.2, error="cut at the limit of 1 s", cut=True)
+        found = Outcomes("dense", [_outcome(0.1, 0.2), cut, cut, _outcome(error="429: full")])
+        made = found.summary([{"at_s": 0.0}] * 4, Slo())
+        assert (made["done"], made["good_share"], made["cut_share"]) == (1, 0.25, 0.5)
+        metrics = {row.metric: row.p50 for row in rows_of("case", found, made)}
+        assert (metrics["cut_share"], metrics["failed_share"]) == (0.5, 0.75)
+        assert "50% ran out of time" in table({"case": "case", "policies": [made]})
+
     def test_nothing_came_back(self) -> None:
         found = Outcomes("dense", [_outcome(error="OSError: refused")])
         made = found.summary([{"at_s": 0.0}], Slo())
@@ -146,6 +164,8 @@ def test_a_lone_user_is_compared_pair_by_pair() -> None:
     assert found["itl_s"]["ratio"] == 2.0 and found["ttft_s"]["ratio"] == pytest.approx(1.1)
     assert found["itl_s"]["ratio_p20"] <= found["itl_s"]["ratio"] <= found["itl_s"]["ratio_p80"]
     assert {row.metric for row in lone_rows("case", made)} >= {"itl_s", "itl_over_library"}
+    one = compare(lambda p: Took(1.0, 0.0, 2.0, p[0]), lambda p: Took(1.0, 0.0, 2.0, p[0]), [[9], [0], [1], [2]])
+    assert [t.tokens for t in one["server"]] == [2], "no time lies between fewer than two tokens"
     with pytest.raises(InvalidInput, match="no pair"):
         summary({"server": [], "library": []})
 
@@ -164,12 +184,16 @@ class TestLoad:
     EMPTY = b'data: {"choices":[{"delta":{"content":""}}]}\n\n'
     ONE = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
     LAST = b'data: {"choices":[{"text":"b"}],"usage":{"completion_tokens":2}}\n\n'
+    END = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n'
     DONE = b"data: [DONE]\n\n"
     ANSWERS = (
         (200, [EMPTY, ONE + LAST[:3], LAST[3:], DONE]),
         (200, [ONE]),
         (429, [b'{"error": {"message": "full"}}']),
-        (200, [b'data: {"error": {"message": "too late"}}\n\n', DONE]),
+        (200, [ONE, b'data: {"error": {"message": "too late", "code": "timeout"}}\n\n', DONE]),
+        (504, [b'{"error": {"message": "too late", "code": "timeout"}}']),
+        (200, [EMPTY, END, DONE]),
+        (200, [EMPTY, b'data: {"error": {"message": "no"}}\n\n', DONE]),
     )
 
     def test_what_is_made_of_answers(self) -> None:
@@ -190,9 +214,16 @@ class TestLoad:
                 sent = [{"at_s": 0.0, "path": "/x", "body": {"n": n}, "key": "k"} for n in range(len(self.ANSWERS))]
                 return await serve_load.run(f"http://127.0.0.1:{port}", sent, 10.0)
 
-        good, broken, full, late = asyncio.run(ask())
+        good, broken, full, late, later, empty, failed = asyncio.run(ask())
         assert not good["error"] and len(good["pieces_s"]) == 2 and good["usage"]["completion_tokens"] == 2
         assert "broke off" in broken["error"] and full["error"] == "429: full" and late["error"] == "too late"
+        assert [one["cut"] for one in (good, broken, full, late, later, empty, failed)] == [False] * 3 + [True] * 2 + [
+            False
+        ] * 2
+        assert later["error"] == "504: too late" and failed["error"] == "no"
+        assert not empty["error"] and empty["pieces_s"] == [] and 0 < empty["finish_s"] <= empty["end_s"]
+        assert empty["stopped"] and late["finish_s"] is None
+        assert [len(Outcomes("dense", [one]).done) for one in (good, broken, late, empty)] == [1, 0, 0, 1]
 
     def test_what_is_not_done_at_the_limit_is_cut(self) -> None:
         async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -207,7 +238,9 @@ class TestLoad:
                 return await serve_load.run(url, sent, 10.0, limit_s=0.3)
 
         begun, never = asyncio.run(ask())
-        assert begun["error"] == "cut at the limit of 0.3 s" and 0.2 < begun["end_s"] < 5
+        assert (
+            begun["cut"] and never["cut"] and begun["error"] == "cut at the limit of 0.3 s" and 0.2 < begun["end_s"] < 5
+        )
         assert never["error"].endswith("not sent") and 0 <= 60 + never["late_s"] < 5
 
     def test_nobody_listens(self) -> None:

@@ -1,7 +1,8 @@
 """Thousands of requests that are wrong, or right but strange: each gets a documented answer, and the server lives on.
 
 Half come from schemathesis, out of the server's own OpenAPI document; half are bytes: bodies cut short, flipped,
-nested too deep, with numbers and texts that JSON allows and programs trip over, and heads that are no HTTP.
+nested too deep or too large, with numbers and texts that JSON allows and programs trip over, in a policy's choices and
+in a query as well, and heads that are no HTTP.
 """
 
 from __future__ import annotations
@@ -13,23 +14,37 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from serving import Server, Verdict, chat, main, serving, tiny
 
+from tamis.attention.policy import Policy
+
 DOCUMENTED = {200, 400, 401, 404, 405, 413, 429, 503, 504}
+BODY_BYTES = 200_000  # that a request may have
 POSITIONS = 160  # of the model: no request takes long
 # a request that fits the document may still be refused: for its length, or for two fields that do not go together
 UNCHECKED = "positive_data_acceptance"
 
+SAMPLING = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 1, "priority": 0} | {
+    f"{kind}_penalty": 1 for kind in ("presence", "frequency", "repetition")
+}
 BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": chat("Where?", max_tokens=2, stop=["x"], tamis={"prefill": "dense"}, n=1, logprobs=True),
-    "/v1/completions": {"model": "m", "prompt": "The", "max_tokens": 2, "documents": [{"text": "a"}], "seed": 1},
+    "/v1/chat/completions": chat(
+        "Where?", max_tokens=2, stop=["x"], tamis={"prefill": "dense"}, n=1, logprobs=True, **SAMPLING
+    ),
+    "/v1/completions": {"model": "m", "prompt": "The", "max_tokens": 2, "documents": [{"text": "a"}], **SAMPLING},
     "/v1/documents": {"text": "The lamp.", "title": "Lamp", "warm": False},
     "/v1/documents/search": {"query": "lamp", "top_k": 2},
     "/tokenize": {"prompt": "The lamp", "add_special_tokens": True},
     "/detokenize": {"tokens": [1, 2, 3]},
+}
+ODD = {
+    "tamis": (*(f.name for f in fields(Policy)), "search", "choices"),
+    "stream_options": ("include_usage",),
+    "response_format": ("type", "json_schema"),
 }
 VALUES = (
     "NaN",
@@ -50,6 +65,11 @@ VALUES = (
     "[" * 900 + "]" * 900,
     '{"\\udfff":1}',
     '"' + "a" * 50_000 + '"',
+    "1" + "0" * 30,
+    "9223372036854775807",
+    "5e-324",
+    '"auto"',
+    '["a", 1, null, {}]',
 )
 
 
@@ -57,7 +77,7 @@ def requests(draw: random.Random) -> tuple[bytes, bool]:
     """One request as it goes over the wire, and whether the server may wait for more of it."""
     path, body = draw.choice(list(BODIES.items()))
     text = json.dumps(body)
-    kind = draw.randrange(9)
+    kind = draw.randrange(12)
     if kind == 0:
         data = text.encode()[: draw.randrange(len(text))]
     elif kind == 1:
@@ -75,6 +95,24 @@ def requests(draw: random.Random) -> tuple[bytes, bool]:
         data = draw.choice((b"", b"[]", b"null", b"\xff\xfe", b"{", b"[" * 100_000, b'{"a":' * 20_000, b"\0" * 100))
     elif kind == 7:
         return _head(draw, path, text.encode()), True
+    elif kind == 8:
+        name, inner = draw.choice([(name, inner) for name, all_inner in ODD.items() for inner in all_inner])
+        asked = BODIES["/v1/chat/completions"] | {"stream": draw.random() < 0.5, name: {inner: "\0"}}
+        if name == "tamis":
+            asked[name] |= {"prefill": draw.choice(("dense", "sift", "prefix"))} if inner != "prefill" else {}
+        if name == "response_format" and inner != "type":
+            asked[name]["type"] = "json_schema"
+        made = json.dumps(asked).replace('"\\u0000"', draw.choice(VALUES))
+        path, data = "/v1/chat/completions", made.encode("utf-8", "surrogatepass")
+    elif kind == 9:
+        value = draw.choice(
+            ("%ff", "%00", "-1", "0", "1e3", "1" * 5000, "", "%ED%A0%80", "1&limit=2", "NaN", "%F0%9F%98%80")
+        )
+        return _request("GET", f"/v1/documents?{draw.choice(('after', 'limit', 'x'))}={value}", b""), False
+    elif kind == 10:
+        data = json.dumps({"text": "a" * (BODY_BYTES + draw.choice((-100, -9, 0, 100)))}).encode()
+        path = draw.choice(("/v1/documents", "/v1/documents/large"))
+        return _request("PUT" if path.endswith("large") else "POST", path, data), False
     else:
         name = draw.choice(("..%2f..", "%00", "%ff", "a" * 5000, "x%20y", "-", "\u00e9"))
         method = draw.choice(("GET", "PUT", "DELETE", "POST", "PATCH", "HEAD"))
@@ -134,6 +172,7 @@ def bytes_by_bytes(server: Server, verdict: Verdict, n: int, seed: int) -> Count
         seen[status] += 1
         shown = f"{status} {body[:200]!r} for {data[:300]!r}"
         verdict.must(not status or status in DOCUMENTED, f"an undocumented status: {shown}")
+        verdict.must(b"internal_error" not in body, f"a fault of the server: {shown}")
         if status in (404, 413, 429, 503, 504) and body:
             verdict.must(b'"error"' in body, f"an error of another form: {shown}")
     return seen
@@ -156,7 +195,7 @@ def run(model: str, folder: Path, *, examples: int, raw: int, seed: int) -> Verd
     """Both kinds against one server, which must then answer as before."""
     verdict = Verdict("malformed requests")
     path = tiny(folder / "short", positions=POSITIONS)
-    with serving(path, folder, "--max-body-mb", "0.2", "--timeout", "60") as server:
+    with serving(path, folder, "--max-body-mb", str(BODY_BYTES / 1e6), "--timeout", "60") as server:
         before = server.rss
         made = schemathesis(server, verdict, examples, seed, folder)
         statuses = bytes_by_bytes(server, verdict, raw, seed)

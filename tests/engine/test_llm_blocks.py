@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from tamis.attention.block_choices import ForecastChoice
+from tamis.attention.block_prefill import BlockPrefill
+from tamis.attention.layer_inputs import watching
 from tamis.cache.block_layer import BlockLayer
 from tamis.cache.offload import LayerBlocks
 from tamis.cache.slots import Moves, SlotMap
@@ -18,6 +21,7 @@ from tamis.cache.streams import Queues, Stream, run_all
 from tamis.core.errors import InvalidInput, ModelNotFound, PoolFull, StoreMismatch
 from tamis.engine.llm import LLM
 from tamis.engine.sampling import Sampling
+from tamis.kernels.blocks import BlockRule
 from tamis.model.source import LoadedModel
 from tamis.prompt.segments import Prompt
 from tiny_chat import tiny_tokenizer
@@ -266,6 +270,31 @@ class TestPrefill:
         every = llm.prefill(prompt, prefill="blocks", prefill_blocks=11, decode_local=1, min_tokens=0)
         assert every.report.density == 1.0 and every.report.used == "blocks"
         torch.testing.assert_close(every.logits, dense.logits, rtol=1e-3, atol=1e-3)
+
+    @pytest.mark.parametrize("together", [1, 32])
+    def test_by_a_forecast(self, with_forecast: Callable[..., LLM], together: int) -> None:
+        """What the fused product chooses is what the forecast would from the layers' inputs; in chunks too."""
+        llm, prompt = with_forecast(), drawn(700)
+        few = {"prefill_blocks": 4, "decode_local": 1, "prefill_together": together}
+        start = llm.prefill(prompt, prefill="forecast", **few)
+        assert start.report.used == "forecast" and 0.4 < start.report.density < 0.9
+        own = llm.prefill(prompt, prefill="blocks", **few)
+        assert not torch.equal(start.logits, own.logits)
+        fused, model = llm.runner.caching.forecast, llm.runner.model
+        rule = BlockRule(top=4, local=1, dense_tokens=0, together=together)
+        with watching(model) as seen, torch.inference_mode():
+            choose = ForecastChoice(rule, fused.forecast, seen, fused.rotary)
+            with llm.runner.switch.running(BlockPrefill.of(rule, choose), 700):
+                expected = model(torch.tensor([prompt.tokens]), use_cache=False, logits_to_keep=1).logits[0, -1]
+        torch.testing.assert_close(start.logits, expected, rtol=1e-4, atol=1e-4)
+        parts = llm.prefill(prompt, prefill="forecast", chunk_tokens=192, tile=64, **few)
+        assert parts.report.chunks == 4 and not parts.report.fallbacks
+        torch.testing.assert_close(parts.logits, start.logits, rtol=1e-3, atol=1e-3)
+        assert not fused._made and not fused.active
+
+    def test_none_to_prefill_by(self, open_llm: Open) -> None:
+        with pytest.raises(InvalidInput, match="prefill='forecast' needs a forecast and none is loaded.*'blocks'"):
+            open_llm().prefill(drawn(20), prefill="forecast")
 
     @pytest.mark.parametrize("together", [1, 32])
     def test_in_chunks(self, open_llm: Open, documents: list[str], together: int) -> None:

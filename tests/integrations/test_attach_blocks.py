@@ -142,19 +142,22 @@ def test_in_any_mode_of_autograd(model: Any, forecast: Path) -> None:
     torch.testing.assert_close(made[2], made[0], rtol=1e-3, atol=1e-3)
 
 
-def test_a_prefill_by_blocks(model: Any) -> None:
+@pytest.mark.parametrize("prefill", ["blocks", "forecast"])
+def test_a_prefill_by_blocks(model: Any, forecast: Path, prefill: str) -> None:
     ids = drawn(700)
-    how = {"prefill": "blocks", "prefill_blocks": 4, "decode_local": 1}
+    how = {"prefill": prefill, "prefill_blocks": 4, "decode_local": 1}
+    if prefill == "forecast":
+        how |= {"forecast": forecast, "tokenizer": tiny_tokenizer()}
     with tamis.attach(model, **how) as attached:
         whole = model.generate(ids, **GREEDY)
         report = attached.report
-        assert report is not None and report.used == "blocks" and 0.4 < report.density < 0.9
+        assert report is not None and report.used == prefill and 0.4 < report.density < 0.9
         parts = model.generate(ids, prefill_chunk_size=300, **GREEDY)
         assert len(attached.reports) == 2 and attached.report is not None and attached.report.chunks == 3
         assert attached.report.density == pytest.approx(report.density) and torch.equal(parts, whole)
         model.generate(ids, prefill_chunk_size=256, **GREEDY)
         short, rest = attached.reports[2:]
-        assert (short.used, rest.used) == ("dense", "blocks") and rest.density == pytest.approx(report.density)
+        assert (short.used, rest.used) == ("dense", prefill) and rest.density == pytest.approx(report.density)
 
 
 def test_forecasts_that_are_refused(model: Any, forecast: Path, tiny_model: Callable[..., Any]) -> None:

@@ -10,8 +10,9 @@ import torch
 
 import tamis
 from tamis.attention.hook import NAME
+from tamis.cache.formats import cache_argument
 from tamis.integrations.hf.attach import Attached
-from tamis.integrations.hf.chunks import cut, whole_documents
+from tamis.integrations.hf.chunks import PREPARE, cut, whole_documents
 from tamis.prompt.segments import Kind, Prompt, find_documents
 
 TILE = 64
@@ -64,6 +65,63 @@ def test_chunks_are_the_prompt(model: Any, selector: str, chunk: int) -> None:
     assert last.chunks == -(-IDS.shape[1] // chunk)
     assert (last.documents, last.document_tokens, last.prompt_tokens) == (3, 10 * TILE, IDS.shape[1])
     assert last.indexed == one.indexed and last.fallbacks == ()
+
+
+class TestAChunkOfOneToken:
+    """It looks like a decode step, and is known by what `generate` says of it."""
+
+    IDS = IDS[:, : 11 * TILE + 1]
+
+    @pytest.mark.parametrize("chunk", [TILE, 11 * TILE])
+    @pytest.mark.parametrize("selector", ["all", "none", "stored", "sampled"])
+    def test_it_is_the_prompts_last(self, model: Any, selector: str, chunk: int) -> None:
+        wanted, whole = generate(model, self.IDS, selector=selector)
+        found, parts = generate(model, self.IDS, chunk, selector=selector)
+        torch.testing.assert_close(found.logits[0], wanted.logits[0], rtol=1e-4, atol=1e-4)
+        assert torch.equal(found.sequences, wanted.sequences)
+        one, last = whole.report, parts.report
+        assert one is not None and last is not None and last.fallbacks == one.fallbacks == ()
+        assert (last.prompt_tokens, last.chunks) == (11 * TILE + 1, 11 * TILE // chunk + 1)
+        assert chunk == TILE or last.layers == one.layers  # a first chunk of one tile holds no document: dense
+
+    def test_a_step_by_hand_stays_a_step(self, model: Any) -> None:
+        with torch.inference_mode(), tamis.attach(model, documents=DOCUMENTS, **ANY_LENGTH) as made:
+            past = model(self.IDS[:, :-1], use_cache=True)
+            model(self.IDS[:, -1:], **{cache_argument(model): past[cache_argument(model)]})
+        assert made.report is not None and made.report.prompt_tokens == self.IDS.shape[1] - 1
+
+    def test_a_prompt_of_one_token_has_a_report(self, model: Any) -> None:
+        for chunk in (None, 1):
+            _, made = generate(model, self.IDS[:, :1], chunk)
+            assert [r.prompt_tokens for r in made.reports] == [1]
+
+    def test_chunks_of_one_token_are_dense_and_say_so(self, model: Any) -> None:
+        ids = self.IDS[:, :5]
+        wanted = model.generate(ids, **GREEDY)
+        found, made = generate(model, ids, 1)
+        assert torch.equal(found.sequences, wanted.sequences)
+        assert [r.prompt_tokens for r in made.reports] == [1, 2, 3, 4, 5] and all(r.reason for r in made.reports)
+
+    def test_a_compressed_cache_reads_it_exactly(self, model: Any) -> None:
+        wanted = model.generate(self.IDS, **GREEDY)
+        found, made = generate(model, self.IDS, 11 * TILE, prefill="dense", kv="selfindex", decode="selfindex")
+        torch.testing.assert_close(found.logits[0], wanted.logits[0], rtol=1e-4, atol=1e-4)
+        assert made.decode_report is not None and made.decode_report.steps == GREEDY["max_new_tokens"] - 1
+
+    def test_the_model_is_left_as_it_was(self, model: Any) -> None:
+        def others(*args: Any, **kwargs: Any) -> Any:
+            return type(model).prepare_inputs_for_generation(model, *args, **kwargs)
+
+        with tamis.attach(model):
+            assert PREPARE in vars(model)
+        assert PREPARE not in vars(model)
+        with tamis.attach(model):
+            setattr(model, PREPARE, others)
+        assert vars(model)[PREPARE] is others
+        with tamis.attach(model):
+            assert vars(model)[PREPARE] is not others
+        assert vars(model)[PREPARE] is others
+        delattr(model, PREPARE)
 
 
 def test_sparse_is_sparse(model: Any) -> None:

@@ -58,8 +58,8 @@ class TestCompiled:
             )
             assert not spills(names(made, tmp_path))
             for together in (1, 32):
-                tile = {"BM": module.TILE, "NB": module.TILE_BLOCKS, "R": together, "OWN": own}
-                made = compiled(module.prefill_scores_kernel, HEADS | CELLS | tile, warps=4, **out)
+                tile = {"BM": module.TILE, "NB": 64, "R": together, "OWN": own}
+                made = compiled(module.prefill_scores_kernel, HEADS | CELLS | tile, warps=4, **out, reach="*fp32")
                 assert not spills(names(made, tmp_path))
         made = compiled(module.normaliser_kernel, HEADS | WINDOWS | {"BN": 64, "SP": 8}, warps=4)
         assert not spills(names(made, tmp_path))

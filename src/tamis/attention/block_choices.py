@@ -37,18 +37,19 @@ class ForecastChoice(PooledChoice):
 
 @dataclass(frozen=True)
 class FusedChoice(PooledChoice):
-    """The same of one token of each sequence of a batch, whose forecast was made with the layer's queries and keys.
-
-    keys: of the sequences side by side, as `cache.block_layer` has them.
+    """The same, of a forecast that was made with the layer's queries and keys: of one token of each sequence of a batch
+    (pooled keys are then those of the sequences side by side, as `cache.block_layer` has them), or with `prompt` of all
+    tokens of a pass over one prompt.
     """
 
     fused: FusedForecast
+    prompt: bool = False
 
     def vectors(
         self, layer: int, q: torch.Tensor, positions: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, float | None]:
         """See `PooledChoice`."""
-        return self.fused.query(layer, positions), None
+        return (self.fused.queries if self.prompt else self.fused.query)(layer, positions), None
 
 
 @dataclass(frozen=True)

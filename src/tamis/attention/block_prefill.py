@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,7 +32,9 @@ class PooledChoice(ABC):
         self, layer: int, q: torch.Tensor, positions: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, float | None]:
         """What is multiplied with the pooled keys, for the layer's queries q [Hq, Q, D] at `positions`: queries
-        [Hq, Q, D] and the scale of the softmax that is taken of the products, or [Hkv, Q, D] and None for none."""
+        [Hq, Q, D] and the scale of the softmax that is taken of the products, or [Hkv, Q, D] and None for none.
+
+        A prefill asks once for all rows of a pass."""
 
     def wide(self, keys: Pooled) -> torch.Tensor | None:
         """Keys that the softmax's normaliser is estimated from; None: from all pooled keys."""
@@ -118,26 +119,20 @@ class BlockPrefill:
         out = q.new_empty(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)  # as the output product reads it
         with self.part("selection"):
             pooled, read = Pooled.of(k, rule), torch.zeros((), dtype=torch.int64, device=q.device)
+            x, scaled = self.choose.vectors(layer, q, torch.arange(begin, n, device=q.device), scale)
         for rows in row_chunks(q.shape[1], self._scores_a_row(q, n), rule.block):
             first, mine = begin + rows.start, q[:, rows]
             with self.part("selection"):
-                chosen = self._chosen(ops, layer, mine, pooled, first, scale)
+                values = ops.prefill_scores(
+                    x[:, rows], pooled.pooled, first, rule, scale=scaled, wide=self.choose.wide(pooled),
+                    n_blocks=rule.n_blocks(n),
+                )  # fmt: skip
+                chosen = ops.prefill_select(values, first, rule)
                 read += _tokens(chosen, first, mine.shape[1], rule)
             with self.part("attention"):
                 ops.prefill_attend(mine, k, v, chosen, first, rule, scale=scale, out=out[:, rows])
         self._note(layer, read, area, before=k.shape[0] * begin * (begin + 1) // 2)
         return out, None
-
-    def _chosen(
-        self, ops: ModuleType, layer: int, q: torch.Tensor, keys: Pooled, first: int, scale: float
-    ) -> torch.Tensor:
-        """bool [Hkv, G, N], see `kernels.reference.offload.prefill_select`."""
-        rule, positions = self.rule, torch.arange(first, first + q.shape[1], device=q.device)
-        x, scaled = self.choose.vectors(layer, q, positions, scale)
-        more = {"wide": self.choose.wide(keys), "n_blocks": rule.n_blocks(keys.n_tokens)}
-        values = ops.prefill_scores(x, keys.pooled, first, rule, scale=scaled, **more)
-        made: torch.Tensor = ops.prefill_select(values, first, rule)
-        return made
 
     def _scores_a_row(self, q: torch.Tensor, n: int) -> int:
         """float32 numbers, or bytes' worth of them, that a row of a chunk takes."""

@@ -25,10 +25,11 @@ AnyDecoding = Decoding | BlockDecoding
 def check_form(policy: Policy, model: Any, forecast: FusedForecast | None = None) -> None:
     """Raises ModelUnsupported where a model's keys and values cannot be kept in the form that `policy` asks for, and
     InvalidInput where it asks for a forecast and there is none."""
-    if policy.decode == "forecast" and forecast is None:
+    asks = next((name for name in ("decode", "prefill") if getattr(policy, name) == "forecast"), None)
+    if asks is not None and forecast is None:
         raise InvalidInput(
-            "decode='forecast' needs a forecast and none is loaded. Give forecast=FOLDER to tamis.LLM or tamis.attach "
-            "(--forecast; `tamis train forecast` makes one), or use decode='blocks', which is not trained."
+            f"{asks}='forecast' needs a forecast and none is loaded. Give forecast=FOLDER to tamis.LLM or tamis.attach "
+            f"(--forecast; `tamis train forecast` makes one), or use {asks}='blocks', which is not trained."
         )
     if policy.kv_form != "selfindex":
         return
@@ -49,7 +50,7 @@ class Caching:
     """
 
     def __init__(self, model: Any, forecast: FusedForecast | None = None, *, measure: bool = False) -> None:
-        self._model, self._forecast, self._measure = model, forecast, measure
+        self._model, self.forecast, self._measure = model, forecast, measure
 
     def new_cache(self, policy: Policy, *, room: int = 0) -> Any:
         """An empty cache of the policy's form, with room for so many tokens behind its prompt."""
@@ -77,7 +78,7 @@ class Caching:
 
     def _rule(self, policy: Policy) -> BlockRule:
         """The forecast's own, or MiniCPM4.1's, with what the policy says of it."""
-        forecast = self._forecast if policy.decode == "forecast" else None
+        forecast = self.forecast if policy.decode == "forecast" else None
         rule = BlockRule() if forecast is None else forecast.forecast.info.rule
         rule = replace(rule, stick=policy.decode_stick)
         if policy.decode_local is None:
@@ -100,6 +101,6 @@ class Caching:
 
     def _choice(self, policy: Policy, rule: BlockRule) -> PooledChoice | None:
         if policy.decode == "forecast":
-            assert self._forecast is not None, "checked before"
-            return FusedChoice(rule, self._forecast)
+            assert self.forecast is not None, "checked before"
+            return FusedChoice(rule, self.forecast)
         return OwnChoice(rule) if policy.decode == "blocks" else None

@@ -23,7 +23,7 @@ NAMES = ("q_proj", "k_proj", "v_proj")
 
 
 class FusedForecast:
-    """`forecast` in `model` until `close`. Within `running`, passes of one token leave their forecasts for `query`;
+    """`forecast` in `model` until `close`. Within `running`, passes leave their forecasts for `query` and `queries`;
     all other passes run the projections as they were.
 
     While it is in, the parameters of a layer's three projections are views of one matrix, so that nothing is held
@@ -56,7 +56,7 @@ class FusedForecast:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Passes inside are of one token of each sequence, and forecast."""
+        """Passes inside forecast."""
         self.active = True
         try:
             yield
@@ -67,11 +67,23 @@ class FusedForecast:
     def query(self, layer: int, position: torch.Tensor) -> torch.Tensor:
         """What `layer`'s pooled keys will be asked by the running token at `position` int64 [1], once the projections
         of its source layer have run: [B * Hkv, 1, D], rotated."""
-        made, heads = self._made[Forecast.source(layer)], self.forecast.n_kv_heads
+        f = torch.unflatten(self._served(layer)[:, 0], -1, (self.forecast.n_kv_heads, -1)).flatten(0, 1)[:, None]
+        return self._turned(f, position)
+
+    def queries(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """The same for all tokens of a pass over one prompt, or over a chunk of it, at `positions` int64 [n]:
+        [Hkv, n, D]."""
+        f = torch.unflatten(self._served(layer)[0], -1, (self.forecast.n_kv_heads, -1)).transpose(0, 1)
+        return self._turned(f, positions)
+
+    def _served(self, layer: int) -> torch.Tensor:
+        """[B, n, Hkv * D] of the running pass."""
         width = self.forecast.weight.shape[1]
         at = width if layer == 1 else 0  # layers 0 and 1 are both served by layer 0
-        f = torch.unflatten(made[:, 0, at : at + width], -1, (heads, -1)).flatten(0, 1)[:, None]
-        turned = self.rotary.rotate(f, position)
+        return self._made[Forecast.source(layer)][..., at : at + width]
+
+    def _turned(self, f: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        turned = self.rotary.rotate(f, positions)
         return turned * self.rotary.scaling if self.rotary.scaling != 1 else turned
 
     def close(self) -> None:
@@ -95,15 +107,16 @@ class FusedForecast:
         self._undo.append(fused.close)
         self.n_fused += 1
 
-        def made(f: torch.Tensor) -> None:
-            self._made[number] = f
+        fused.open(lambda: self.active, lambda f: self._keep(number, f))
 
-        fused.open(lambda: self.active, made)
+    def _keep(self, number: int, f: torch.Tensor) -> None:
+        self._made.pop(number - 2, None)  # nobody asks for it any more, and a prompt's is large
+        self._made[number] = f
 
     def _beside(self, number: int, q_proj: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         def note(module: Any, args: tuple[Any, ...]) -> None:
             if self.active:
-                self._made[number] = linear(args[0].to(weight.dtype), weight, bias)
+                self._keep(number, linear(args[0].to(weight.dtype), weight, bias))
 
         self._undo.append(q_proj.register_forward_pre_hook(note).remove)
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from tamis.attention.block_choices import FusedChoice
 from tamis.attention.block_prefill import BlockPrefill
+from tamis.attention.fused import FusedForecast
 from tamis.attention.hook import Switch
 from tamis.attention.offline import Indexer, Progress
-from tamis.attention.policy import PAGED, Policy
+from tamis.attention.policy import BLOCKS, PAGED, Policy
 from tamis.attention.prefill import SparsePrefill
 from tamis.attention.report import PrefillReport
 from tamis.core.errors import InvalidInput
@@ -27,7 +29,7 @@ from tamis.select.scene import DocumentBits, Scene
 class Plan:
     """What is going to be done for one prompt. `job` is None where the prefill is dense; `reason` then says why.
 
-    chunks: the half-open token ranges of the forward passes, in order.
+    chunks: the half-open token ranges of the forward passes, in order. around: what else must be on meanwhile.
     """
 
     prompt: Prompt
@@ -38,6 +40,7 @@ class Plan:
     index_s: float = 0.0
     fallbacks: list[str] = field(default_factory=list)
     chunks: tuple[tuple[int, int], ...] = ()
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __post_init__(self) -> None:
         self.chunks = self.chunks or ((0, len(self.prompt.tokens)),)
@@ -53,7 +56,7 @@ class Plan:
         if len(self.chunks) > 1:
             own = None if isinstance(self.job, BlockPrefill) else self.job.scene.tiling.starts
             borders = {n for chunk in self.chunks for n in chunk} if own is None else own
-        with switch.running(self.job, len(self.prompt.tokens), borders):
+        with self.around(), switch.running(self.job, len(self.prompt.tokens), borders):
             yield
         for reason, n in switch.refused.items():
             if n > before.get(reason, 0):
@@ -79,7 +82,7 @@ class Plan:
         if isinstance(job, BlockPrefill) and (density := job.density):
             shares = tuple(share for _, share in sorted(density.items()))
             mean = sum(shares) / len(shares)
-            made = replace(made, used="blocks", selector="pooled keys", kernel=job.kernel)
+            made = replace(made, used=self.policy.prefill, selector="pooled keys", kernel=job.kernel)
             return replace(made, density=mean, layers=shares)
         if job is None or isinstance(job, BlockPrefill) or not job.layers:
             why = self.reason or ("" if self.policy.prefill == "dense" else "; ".join(self.fallbacks))
@@ -105,11 +108,13 @@ def plan_prefill(
     *,
     measure_recall: bool = False,
     on_index: Progress | None = None,
+    forecast: FusedForecast | None = None,
 ) -> Plan:
     """Decide how `prompt` is prefilled under `policy`.
 
     `indexer` gives the record store's indexer and is only called where the selector works from stored bits; documents
     without a record are observed on the spot. With `measure_recall` the pass also measures the attention mass kept.
+    `forecast` lies in the model, where there is one: what prefill="forecast" chooses by.
     A dense prefill is cut into chunks as well, where the policy asks for them.
     """
     if policy.prefill in PAGED:
@@ -122,8 +127,8 @@ def plan_prefill(
     chunks = chunks_of(prompt, policy)
     if policy.prefill == "dense" or reason:
         return Plan(prompt, policy, None, reason, chunks=chunks)
-    if policy.prefill == "blocks":
-        return Plan(prompt, policy, BlockPrefill.of(policy.prefill_rule), chunks=chunks)
+    if policy.prefill in BLOCKS:
+        return _by_blocks(prompt, policy, chunks, forecast)
     plan = Plan(prompt, policy, None, chunks=chunks)
     selector = policy.make_selector()
     documents = [d.tokens for d in prompt.documents]
@@ -141,9 +146,21 @@ def plan_prefill(
     return plan
 
 
+def _by_blocks(
+    prompt: Prompt, policy: Policy, chunks: tuple[tuple[int, int], ...], forecast: FusedForecast | None
+) -> Plan:
+    if policy.prefill == "blocks":
+        return Plan(prompt, policy, BlockPrefill.of(policy.prefill_rule), chunks=chunks)
+    assert forecast is not None, "`caching.check_form` refuses it"
+    asked = policy.prefill_rule
+    rule = replace(forecast.forecast.info.rule, **{n: getattr(asked, n) for n in ("top", "local", "together")})
+    job = BlockPrefill.of(replace(rule, dense_tokens=0), FusedChoice(rule, forecast, prompt=True))
+    return Plan(prompt, policy, job, chunks=chunks, around=forecast.running)
+
+
 def chunks_of(prompt: Prompt, policy: Policy) -> tuple[tuple[int, int], ...]:
     """The half-open token ranges of the passes over a prompt. Blocks are counted from its start, whatever it holds."""
-    lengths = [len(prompt.tokens)] if policy.prefill == "blocks" else prompt.lengths
+    lengths = [len(prompt.tokens)] if policy.prefill in BLOCKS else prompt.lengths
     return chunk_ranges(Tiling.of_segments(lengths, policy.tile), policy.chunk_tokens)
 
 
@@ -168,7 +185,7 @@ def dense_reason(prompt: Prompt, policy: Policy, device: torch.device) -> str:
     if policy.prefill == "dense":
         return ""
     n = len(prompt.tokens)
-    if policy.prefill == "blocks":
+    if policy.prefill in BLOCKS:
         rule = policy.prefill_rule
         least = rule.top * rule.block if policy.min_tokens is None else policy.min_tokens
         return f"the prompt has {n} tokens, and blocks are chosen above {least}" if n <= least else ""

@@ -17,11 +17,11 @@ from tamis.kernels.lists import TILE
 from tamis.select import SELECTORS
 from tamis.select.scene import Selector
 
-PREFILLS = ("dense", "sift", "blocks", "reuse", "blend", "prefix")
+PREFILLS = ("dense", "sift", "blocks", "forecast", "reuse", "blend", "prefix")
 PAGED = ("reuse", "blend", "prefix")  # keys and values in pages of the cache, see attention/reuse.py
 MISSING = ("store", "inline")
 DECODES = ("dense", "selfindex", "blocks", "forecast")
-BLOCKS = ("blocks", "forecast")  # read blocks of keys, see attention/block_decode.py
+BLOCKS = ("blocks", "forecast")  # read blocks of keys, see attention/block_decode.py and block_prefill.py
 FORMATS = ("auto", "bf16", "selfindex")
 OFFLOADS = ("none", "host")
 
@@ -34,7 +34,8 @@ class Policy:
     """How a prompt is prefilled and decoded.
 
     prefill      "dense"; "sift": every token recomputed, but only the attention tiles that matter; "blocks": tokens
-                 read the blocks of 64 that their layer chooses by pooled keys (approximate; knows no documents);
+                 read the blocks of 64 that their layer chooses by pooled keys; "forecast": that the layer before has
+                 named (needs a forecast; both approximate, and know no documents);
                  "reuse": documents computed once, alone, and read in place (approximate: they do not see each other);
                  "blend": the same with some of their tokens recomputed; "prefix": exact reuse of what begins like an
                  earlier prompt
@@ -47,14 +48,14 @@ class Policy:
     decode_budget, decode_least   the share of all tokens that a step reads, 0 to 1, and the least number of them:
                  "selfindex" beside those that are kept whole, "blocks" and "forecast" beside the forced blocks (the
                  first, a token's own and the local ones)
-    decode_local "blocks", "forecast", prefill "blocks": blocks before a token's own that it reads in any case; None:
+    decode_local "blocks", "forecast", also as prefill: blocks before a token's own that it reads in any case; None:
                  32, as in MiniCPM4.1, or what the forecast was trained for
     decode_stick "blocks", "forecast": a block that a recent step read counts as better by so many standard
                  deviations of the scores; 0.25 copies up to a third fewer blocks from the host, for a few of the best
-    prefill_blocks   prefill "blocks": blocks that a token reads, forced ones among them; prompts whose tokens read
-                 everything anyway are prefilled dense, unless `min_tokens` says otherwise
-    prefill_together   prefill "blocks": so many tokens in a row choose their blocks together; 1: each its own, as
-                 published; a power of 2 up to 32
+    prefill_blocks   prefill "blocks", "forecast": blocks that a token reads, forced ones among them; prompts whose
+                 tokens read everything anyway are prefilled dense, unless `min_tokens` says otherwise
+    prefill_together   prefill "blocks", "forecast": so many tokens in a row choose their blocks together; 1: each its
+                 own, as published; a power of 2 up to 32
     offload      "host": keys and values lie in host memory, and the device holds slots for the blocks that steps read;
                  exact beside what `decode` leaves out
     offload_slots   slots of a KV head and layer; None: as many as a step reads
@@ -195,7 +196,7 @@ class Policy:
 
     @property
     def prefill_rule(self) -> BlockRule:
-        """What tokens of a "blocks" prefill read."""
+        """What tokens of a prefill by blocks read."""
         local = BlockRule.local if self.decode_local is None else self.decode_local
         return BlockRule(top=self.prefill_blocks, local=local, dense_tokens=0, together=self.prefill_together)
 
@@ -216,7 +217,7 @@ class Policy:
                 "are used by offload='host' with decode='blocks' or 'forecast'. Leave offload_slots out."
             )
         forced = 2 + (BlockRule.local if self.decode_local is None else self.decode_local)
-        if self.prefill == "blocks" and self.prefill_blocks < forced:
+        if self.prefill in BLOCKS and self.prefill_blocks < forced:
             raise InvalidInput(
                 f"prefill_blocks is {self.prefill_blocks}, and {forced} blocks are read in any case (the first, a "
                 f"token's own, and {forced - 2} before it). Give as many or more, or a smaller decode_local."

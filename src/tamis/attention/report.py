@@ -131,7 +131,7 @@ class DecodeReport:
 class PrefillReport:
     """One prompt's prefill. Shares are 0..1, times in seconds.
 
-    asked, used   "dense", "sift", "blocks", "reuse", "blend" or "prefix"; where they differ, `reason` says why
+    asked, used   a prefill of `policy.PREFILLS`; where they differ, `reason` says why
     selector      "" for a dense prefill
     kernel        what computed the attention
     density       share of the causal attention area computed, over all layers and heads

@@ -34,7 +34,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 MIXED = ("dense", "sift", "reuse", "selfindex")  # in turn, under "all"
 PERCENTILES = (50, 90, 99)
 OTHER_WORDS = 1 << 40  # added to seeds of texts: beyond those of any workload
-NO_TEXT = "no text: the model ended at once"
+NO_END = "no text, and no finish_reason"
 WAVE_S = 1e-3  # between the requests of a wave
 Load = Callable[[Sequence[Mapping[str, Any]]], list[dict[str, Any]]]  # `serve_load.run` somewhere else
 
@@ -151,21 +151,27 @@ class Outcomes:
 
     @property
     def done(self) -> list[Mapping[str, Any]]:
-        """Those that got their answer."""
+        """Those that got their answer, which may be empty: a first token that ends it has no text."""
         return [one for one in self.raw if _answered(one)]
 
+    @property
+    def cut(self) -> int:
+        """Requests that were ended because their time was over, the load's or the server's. None of them is `done`."""
+        return sum(bool(one["cut"]) for one in self.raw)
+
     def values(self) -> dict[str, list[float]]:
-        """Seconds of every answered request, `itl_s` of every two pieces of text that follow one another."""
+        """Seconds of every answered request, `itl_s` of every two pieces of text that follow one another. An empty
+        answer's first token is its end."""
         done = self.done
         return {
-            "ttft_s": [one["pieces_s"][0] for one in done],
+            "ttft_s": [_first_s(one) for one in done],
             "itl_s": [b - a for one in done for a, b in zip(one["pieces_s"], one["pieces_s"][1:], strict=False)],
             "e2e_s": [one["end_s"] for one in done],
         }
 
     def good(self, slo: Slo) -> int:
         """Requests that kept the SLO."""
-        return sum(one["pieces_s"][0] <= slo.ttft_s and _mean_gap(one) <= slo.itl_s for one in self.done)
+        return sum(_first_s(one) <= slo.ttft_s and _mean_gap(one) <= slo.itl_s for one in self.done)
 
     def summary(self, requests: Sequence[Mapping[str, Any]], slo: Slo) -> dict[str, Any]:
         """All numbers. `span_s`: from the first request to the last end."""
@@ -179,7 +185,9 @@ class Outcomes:
             "policy": self.policy,
             "requests": len(self.raw),
             "done": len(self.done),
-            "failures": dict(Counter(one["error"] or NO_TEXT for one in self.raw if not _answered(one))),
+            "empty": sum(not one["pieces_s"] for one in self.done),
+            "cut_share": self.cut / len(self.raw),
+            "failures": dict(Counter(one["error"] or NO_END for one in self.raw if not _answered(one))),
             "span_s": span,
             "late_s": max((one["late_s"] for one in self.raw), default=0.0),
             **{name: percentiles(values) for name, values in self.values().items()},
@@ -209,6 +217,7 @@ def rows_of(case: str, outcomes: Outcomes, summary: Mapping[str, Any]) -> list[R
             rows += [Row.of(case, outcomes.policy, f"{name[:-2]}_p{p}_s", [tails[f"p{p}"]], unit="s") for p in (90, 99)]
     for name, unit in (
         ("goodput_rps", "1/s"), ("good_share", "1"), ("output_tokens_per_s", "1/s"), ("cached_share", "1"),
+        ("cut_share", "1"),
     ):  # fmt: skip
         rows.append(Row.of(case, outcomes.policy, name, [summary[name]], unit=unit))
     failed = (summary["requests"] - summary["done"]) / summary["requests"]
@@ -239,16 +248,26 @@ def table(made: Mapping[str, Any]) -> str:
             f"{e2e:>9} {one['goodput_rps']:>7.2f} {one['output_tokens_per_s']:>7.1f}"
         )
         lines += [f"{'':10} {n} failed: {why}" for why, n in one["failures"].items()]
+        if one["cut_share"]:
+            lines.append(f"{'':10} {one['cut_share']:.0%} ran out of time; the times above are of the others alone")
     return "\n".join(lines)
 
 
 def _answered(one: Mapping[str, Any]) -> bool:
-    return not one["error"] and bool(one["pieces_s"])
+    return not one["error"] and (bool(one["pieces_s"]) or one["finish_s"] is not None)
+
+
+def _first_s(one: Mapping[str, Any]) -> float:
+    """Of an answered request: seconds to its first text, or to its end if it has none."""
+    first: float = one["pieces_s"][0] if one["pieces_s"] else one["finish_s"]
+    return first
 
 
 def _mean_gap(one: Mapping[str, Any]) -> float:
     """Between tokens: a piece of text may hold several."""
     pieces: list[float] = one["pieces_s"]
+    if not pieces:
+        return 0.0
     new = (one["usage"] or {}).get("completion_tokens", len(one["pieces_s"]))
     return (pieces[-1] - pieces[0]) / max(1, int(new) - 1)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 START_S = 0.2  # until the first request, for all to be made ready
 DONE = b"[DONE]"
+TOO_LATE, TOO_LATE_CODE = 504, "timeout"  # what a server says that ends a request for its time, before and in a stream
 
 
 def in_process(
@@ -41,8 +42,10 @@ async def run(
     is then below 0, so that it ends at the limit).
 
     A request has `at_s`, `path`, `body` (streamed) and perhaps `key`. An outcome has `late_s` (it was sent so much
-    later than it should), seconds from being sent to each piece of text (`pieces_s`) and to the end (`end_s`),
-    `status`, `error` (or ""), `usage` and `tamis` as the server gave them, `stopped` (it ended by itself).
+    later than it should), seconds from being sent to each piece of text (`pieces_s`), to the chunk with the last
+    `finish_reason` (`finish_s`; None: there was none) and to the end (`end_s`), `status`, `error` (or ""), `usage` and
+    `tamis` as the server gave them, `stopped` (it ended by itself), `cut` (it ran out of time: this load's, or what the
+    server gives a request).
     """
     host, _, port = url.removeprefix("http://").partition(":")
     start = time.perf_counter() + START_S
@@ -50,17 +53,19 @@ async def run(
     async def one(request: Mapping[str, Any]) -> dict[str, Any]:
         due, last = start + request["at_s"], float("inf") if limit_s is None else start + limit_s
         await asyncio.sleep(max(0.0, min(due, last) - time.perf_counter()))
-        out: dict[str, Any] = {"status": 0, "error": "", "pieces_s": [], "usage": None, "tamis": None, "stopped": False}
+        out: dict[str, Any] = {"status": 0, "error": "", "pieces_s": [], "finish_s": None, "usage": None, "tamis": None}
+        out |= {"stopped": False, "cut": False}
         sent = time.perf_counter()
         out["late_s"] = sent - due
         cut = f"cut at the limit of {limit_s} s"
         if sent >= last:
-            return out | {"error": f"{cut}, not sent", "end_s": 0.0}
+            return out | {"error": f"{cut}, not sent", "cut": True, "end_s": 0.0}
         try:
             async with asyncio.timeout(min(timeout_s, last - sent)):
                 await _ask(host, int(port or 80), request, out, sent)
         except TimeoutError:
             out["error"] = cut if time.perf_counter() >= last else f"no end after {timeout_s:g} s"
+            out["cut"] = True
         except (OSError, ValueError, asyncio.IncompleteReadError) as e:
             out["error"] = f"{type(e).__name__}: {e}"
         out["end_s"] = time.perf_counter() - sent
@@ -88,7 +93,7 @@ async def _ask(host: str, port: int, request: Mapping[str, Any], out: dict[str, 
         parts = _chunks(reader) if headers.get("transfer-encoding") == "chunked" else _rest(reader)
         if out["status"] != 200:
             text = b"".join([part async for part in parts])
-            out["error"] = f"{out['status']}: {_message(text)}"
+            out["error"], out["cut"] = f"{out['status']}: {_message(text)}", out["status"] == TOO_LATE
             return
         await _events(parts, out, sent)
     finally:
@@ -108,9 +113,12 @@ async def _events(parts: AsyncIterator[bytes], out: dict[str, Any], sent: float)
             made = json.loads(data)
             if "error" in made:
                 out["error"] = str(made["error"].get("message", made["error"]))[:300]
+                out["cut"] = made["error"].get("code") == TOO_LATE_CODE
                 continue
             out["usage"], out["tamis"] = made.get("usage") or out["usage"], made.get("tamis") or out["tamis"]
-            out["stopped"] |= any(c.get("finish_reason") == "stop" for c in made.get("choices", ()))
+            finish = [c["finish_reason"] for c in made.get("choices", ()) if c.get("finish_reason")]
+            out["finish_s"] = now if finish else out["finish_s"]
+            out["stopped"] |= "stop" in finish
             if any(c.get("text") or c.get("delta", {}).get("content") for c in made.get("choices", ())):
                 out["pieces_s"].append(now)
     if not ended and not out["error"]:

@@ -25,19 +25,21 @@ class Took(NamedTuple):
 
 
 TIMES = Took._fields[:3]
+LEAST_TOKENS = 2  # of an answer that has a time between tokens
 Answerer = Callable[[Sequence[int]], Took]  # token ids of a prompt
 
 
 def compare(
     library: Answerer, server: Answerer, prompts: Sequence[Sequence[int]], *, warm: int = 1
 ) -> dict[str, list[Took]]:
-    """Answers to `prompts` by both, in turn; the first `warm` are not counted, nor pairs that differ in length."""
+    """Answers to `prompts` by both, in turn; the first `warm` are not counted, nor pairs that differ in length or have
+    fewer than two tokens, between which there is no time."""
     made: dict[str, list[Took]] = {"library": [], "server": []}
     for i, prompt in enumerate(prompts):
         turn, took = [("library", library), ("server", server)], {}
         for name, answer in turn if i % 2 else turn[::-1]:
             took[name] = answer(prompt)
-        if i >= warm and took["library"].tokens == took["server"].tokens:
+        if i >= warm and took["library"].tokens == took["server"].tokens >= LEAST_TOKENS:
             for name, one in took.items():
                 made[name].append(one)
     return made
@@ -48,7 +50,9 @@ def summary(made: Mapping[str, Sequence[Took]]) -> dict[str, Any]:
     the quantiles 0.2 and 0.8. Raises InvalidInput without any pair."""
     pairs, out = list(zip(made["server"], made["library"], strict=True)), {}
     if not pairs:
-        raise InvalidInput("no pair of answers was equally long. Give more requests, or fewer output tokens.")
+        raise InvalidInput(
+            "no pair of answers was equally long, of two tokens or more. Give more requests, or fewer output tokens."
+        )
     for i, name in enumerate(TIMES):
         p20, p50, p80 = np.quantile([a[i] / b[i] for a, b in pairs], [0.2, 0.5, 0.8]).tolist()
         out[name] = {

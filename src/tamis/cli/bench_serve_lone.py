@@ -57,7 +57,8 @@ def lone_table(made: dict[str, Any]) -> str:
             f"{one['ratio_p80']:>7.3f}"
         )
     if made["left_out"]:
-        lines.append(f"{made['left_out']} of {made['requests']} pairs left out: their answers differ in length")
+        why = "their answers differ in length or have fewer than two tokens"
+        lines.append(f"{made['left_out']} of {made['requests']} pairs left out: {why}")
     return "\n".join(lines)
 
 
@@ -106,7 +107,8 @@ def _by_library(llm: LLM, prompt: Sequence[int], output_tokens: int) -> Took:
         last, new = time.perf_counter(), new + 1
         first = first or last
     text.finish()
-    return Took(first - begin, (last - first) / max(1, new - 1), time.perf_counter() - begin, new)
+    end = time.perf_counter()
+    return Took((first or end) - begin, (last - first) / max(1, new - 1), end - begin, new)
 
 
 def _by_server(address: str, key: str, model: str, prompt: Sequence[int], output_tokens: int) -> Took:
@@ -122,9 +124,10 @@ def _by_server(address: str, key: str, model: str, prompt: Sequence[int], output
         "stream_options": {"include_usage": True},
     }
     (made,) = in_process(address, [{"at_s": 0.0, "path": "/v1/completions", "body": body, "key": key}])
-    if made["error"] or not made["pieces_s"]:
-        raise OSError(f"the server did not answer: {made['error'] or 'no text'}")
-    first, last, new = made["pieces_s"][0], made["pieces_s"][-1], made["usage"]["completion_tokens"]
+    if made["error"] or made["usage"] is None:
+        raise OSError(f"the server did not answer: {made['error'] or 'no usage'}")
+    pieces = made["pieces_s"] or [made["end_s"]]  # an empty answer is one too
+    first, last, new = pieces[0], pieces[-1], made["usage"]["completion_tokens"]
     new -= made["stopped"]  # the token that ends an answer has no text, and the library does not give it
     return Took(first, (last - first) / max(1, new - 1), made["end_s"], new)
 

@@ -62,7 +62,7 @@ class Runner:
 
     Safe to use from many threads: `lock` is held during every pass of the model, which takes one at a time. Raises
     ModelUnsupported at once where `policy`, the one of most requests, asks for a cache that the model cannot have.
-    forecast: what decode="forecast" chooses by; it lies under the model's QKV matrices until `close`.
+    forecast: what decode and prefill="forecast" choose by; it lies under the model's QKV matrices until `close`.
     """
 
     def __init__(self, model: Any, policy: Policy | None = None, forecast: Forecast | None = None) -> None:
@@ -155,7 +155,10 @@ class Runner:
         room_tokens: int,
     ) -> Prefilled:
         begin = time.perf_counter()
-        plan: Plan = plan_prefill(self.model, prompt, policy, indexer, measure_recall=measure_recall, on_index=on_index)
+        plan: Plan = plan_prefill(
+            self.model, prompt, policy, indexer, measure_recall=measure_recall, on_index=on_index,
+            forecast=self._forecast,
+        )  # fmt: skip
         planned = time.perf_counter()
         room = min(room_tokens, self.geometry.context_tokens - len(prompt.tokens))
         cache = self.caching.new_cache(policy, room=room)

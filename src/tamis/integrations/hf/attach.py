@@ -2,8 +2,9 @@
 
 The prompt is the caller's: documents are found in it by their token ids. What is not found, or a pass that no plan
 fits (a batch, padding, a chunk that ends inside a tile), runs the stock attention, and the report says so. Chunks that
-fit (`generate(prefill_chunk_size=…)`) have one report together. Where the policy asks for another form of cache, the
-one that `generate` makes is given it; see `integrations.hf.caches`.
+fit (`generate(prefill_chunk_size=…)`) have one report together; a lone token behind others that does not come from
+`generate` is taken for a decode step. Where the policy asks for another form of cache, the one that `generate` makes is
+given it; see `integrations.hf.caches`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tamis.core.errors import InvalidInput
 from tamis.forecast.heads import Forecast
 from tamis.index.store import RecordStore
 from tamis.integrations.hf.caches import CACHE, MASK, Caches, argument, rows
-from tamis.integrations.hf.chunks import NOT_FOUND, Begun, fit, whole_documents
+from tamis.integrations.hf.chunks import NOT_FOUND, Begun, Foretold, fit, whole_documents
 from tamis.model.family import geometry
 from tamis.prompt.segments import Prompt, find_documents
 
@@ -101,10 +102,13 @@ class Attached:
             if fused is not None:
                 undo.callback(fused.close)
             check_form(policy, model, fused)
+            self._foretold = Foretold(model)
+            undo.callback(self._foretold.close)
             self._store = RecordStore.open(store, spec)
             self._undo = undo.pop_all()
         self._indexer = Indexer(model, self._switch, self._store, spec, prefix)
-        self._caches = Caches(model, policy, Caching(model, fused, measure=measure_recall))
+        self._caching = Caching(model, fused, measure=measure_recall)
+        self._caches = Caches(model, policy, self._caching)
         self._running: tuple[Plan | None, ExitStack] | None = None
         self._begun: Begun | None = None
         self._continued: Plan | None = None  # a plan whose report takes the place of the last one
@@ -149,11 +153,11 @@ class Attached:
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._end_pass()  # of a pass that was interrupted: torch calls no hooks after Ctrl-C
-        n = rows(args, kwargs)
+        n, prompt = rows(args, kwargs), self._foretold.prompt()
         if not n or self._switch.job is not None:
             return None
         ids = argument(args, kwargs, 0, "input_ids")
-        plan = self._plan(ids, args, kwargs) if ids is not None and ids.dim() == 2 and n > 1 else None
+        plan = self._plan(ids, args, kwargs) if ids is not None and ids.dim() == 2 and (n > 1 or prompt) else None
         decoding = self._caches.of_pass(args, kwargs)
         passing = ExitStack()
         self._running = (plan, passing)
@@ -162,7 +166,7 @@ class Attached:
         if decoding is not None:
             if len(args) > CACHE:  # None was passed by its place
                 args = (*args[:CACHE], decoding.cache, *args[CACHE + 1 :])
-            step = n == 1 and decoding.cache.get_seq_length() > 0
+            step = n == 1 and not prompt and decoding.cache.get_seq_length() > 0
             passing.enter_context(decoding.running(self._switch, step=step))
         return args, kwargs
 
@@ -205,7 +209,10 @@ class Attached:
 
     def _plan_prompt(self, prompt: Prompt) -> Plan:
         policy = replace(self.policy, chunk_tokens=None)  # the caller makes the passes
-        plan = plan_prefill(self.model, prompt, policy, lambda: self._indexer, measure_recall=self._measure_recall)
+        plan = plan_prefill(
+            self.model, prompt, policy, lambda: self._indexer, measure_recall=self._measure_recall,
+            forecast=self._caching.forecast,
+        )  # fmt: skip
         missing = len(self.documents) - len(prompt.documents)
         if missing and self.policy.prefill != "dense":
             plan.fallbacks.append(f"{missing} of {len(self.documents)} {NOT_FOUND}")

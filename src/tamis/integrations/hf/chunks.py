@@ -1,15 +1,17 @@
 """A prompt that somebody else prefills in chunks: what is known of it when one of its chunks comes.
 
 Only the tokens so far are known then. A document that has begun is taken to go on; if the prompt goes on otherwise, the
-next chunk is planned from what stands there.
+next chunk is planned from what stands there. A chunk of one token looks like a decode step; `generate` says which of
+the two it makes, a caller that passes its own chunks does not.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from tamis.prompt.segments import Kind, Prompt, Segment
 from tamis.select.scene import window_of
 
 NOT_FOUND = "documents do not stand in the prompt"
+PREPARE = "prepare_inputs_for_generation"
 
 
 @dataclass
@@ -42,6 +45,39 @@ class Begun:
         job = self.plan.job
         ran = job is not None and bool(job.density if isinstance(job, BlockPrefill) else job.layers)
         return job if ran else None
+
+
+class Foretold:
+    """What `generate` says of a model's next pass when it makes the pass's arguments, until `close`."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._prompt = model, False
+        inner = getattr(model, PREPARE, None)
+        self._before = model.__dict__.get(PREPARE)
+        self._mine: Callable[..., Any] | None = None
+        if inner is None:
+            return
+
+        @functools.wraps(inner)  # generate reads the signature
+        def prepare(*args: Any, **kwargs: Any) -> Any:
+            self._prompt = bool(kwargs.get("is_first_iteration"))
+            return inner(*args, **kwargs)
+
+        self._mine = model.__dict__[PREPARE] = prepare
+
+    def prompt(self) -> bool:
+        """Whether the pass that begins is of a prompt's tokens, however few. Said once; False where nobody said it."""
+        told, self._prompt = self._prompt, False
+        return told
+
+    def close(self) -> None:
+        """Leave the model as it was, unless somebody else has changed it since."""
+        if self._mine is None or self._model.__dict__.get(PREPARE) is not self._mine:
+            return
+        if self._before is None:
+            del self._model.__dict__[PREPARE]
+        else:
+            self._model.__dict__[PREPARE] = self._before
 
 
 def whole_documents(prompt: Prompt, documents: Sequence[tuple[int, ...]], tile: int) -> Prompt:

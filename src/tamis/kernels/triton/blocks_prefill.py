@@ -169,12 +169,12 @@ def _copyable(t: torch.Tensor) -> bool:
 
 def prefill_attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, first: int, rule: BlockRule, *,
-    scale: float, out: torch.Tensor | None = None, cut: Cut | None = None,
+    scale: float, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See `kernels.reference.offload`; D is contiguous. `cut` overrides `cut_for`."""
+    """See `kernels.reference.offload`; D is contiguous."""
     heads, n_rows, dim = q.shape
     kv_heads, n_groups, n_blocks = chosen.shape
-    cut = cut_for(q, k, v, rule.block) if cut is None else cut
+    cut = cut_for(q, k, v, rule.block)
     out = torch.empty_like(q) if out is None else out
     n_tiles = (first + n_rows - 1) // cut.tokens - first // cut.tokens + 1
     per = max(1, cut.tokens // rule.together)  # choices of a tile

@@ -1,7 +1,8 @@
 """Scores of blocks by their pooled keys, in plain Triton: of a decode step's rows, and of tiles of a prefill.
 
 A block's score is the best of the pooled keys that touch it: those that begin in it and those that begin before and
-reach into it. The latter are scored again rather than handed over, so that a program needs nothing of its neighbours.
+reach into it. A decode step scores the latter again, so that a program needs nothing of its neighbours; a prefill hands
+them over.
 The softmax of `own` scores is taken over a query head's pooled keys and summed over its group before the best is taken.
 
 Alphabet: C pooled keys and C2 wide ones a row has room for, N blocks, NB blocks of a program, J pooled keys that begin
@@ -20,7 +21,7 @@ from tamis.kernels.blocks import COARSE, BlockRule
 from tamis.kernels.triton.paged_prefill import LOG2E, MASKED, NOTHING
 
 BLOCKS = 64  # of a program of a decode step
-TILE, TILE_BLOCKS = 64, 64  # rows and blocks of a program of a prefill
+TILE = 64  # rows of a program of a prefill
 SPLITS = 8
 NEVER = 1 << 30  # a window that no row sees
 
@@ -278,6 +279,7 @@ def prefill_scores_kernel(
     pooled,
     base,
     out,
+    reach,
     scale,
     Q,
     C,
@@ -299,7 +301,8 @@ def prefill_scores_kernel(
     OWN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Of the NG choices of Q rows: R rows each, the first and last ones perhaps fewer."""
+    """Of the NG choices of Q rows (R rows each, the first and last ones perhaps fewer): the best of the pooled keys
+    that begin in a block, and the best of those that reach into the next one."""
     kv = tl.program_id(2)
     begin = tl.program_id(1) * BM - first % R
     r = begin + tl.arange(0, BM)
@@ -309,17 +312,18 @@ def prefill_scores_kernel(
     real = o_d < D
     n = first + r + 1
     best = tl.full([BM // R, NB], float("-inf"), tl.float32)
+    last = best
     # a tile whose first pooled key ends behind the last row is left at once
-    if (tl.program_id(0) * NB * J - OV) * STRIDE + WINDOW <= first + tl.minimum(begin + BM, Q):
+    if tl.program_id(0) * NB * J * STRIDE + WINDOW <= first + tl.minimum(begin + BM, Q):
         p_row = q + r.to(tl.int64)[:, None] * q_row + o_d[None, :]
         inside = real_row[:, None] & real[None, :]
         if not OWN:
             b_f = tl.load(p_row + kv.to(tl.int64) * q_head, mask=inside, other=0.0)
-        for j in range(-OV, J):
+        for j in range(J):
             c = o_n * J + j
             k = tl.load(
                 pooled + (kv.to(tl.int64) * C + c)[:, None] * D + o_d[None, :],
-                mask=((c >= 0) & (c < C))[:, None] & real[None, :],
+                mask=(c < C)[:, None] & real[None, :],
                 other=0.0,
             )
             if OWN:
@@ -331,16 +335,22 @@ def prefill_scores_kernel(
                     value += tl.math.exp2(tl.dot(b_q, tl.trans(k), input_precision=PRECISION) * scale - b[:, None])
             else:
                 value = tl.dot(b_f, tl.trans(k), input_precision=PRECISION)
-            seen = ((c >= 0) & (c < C))[None, :] & ((c * STRIDE + WINDOW)[None, :] <= n[:, None])
+            seen = (c < C)[None, :] & ((c * STRIDE + WINDOW)[None, :] <= n[:, None])
             if R > 1:
                 value = tl.sum(tl.reshape(tl.where(seen & real_row[:, None], value, 0.0), [BM // R, R, NB]), 1)
                 # the last row of a choice sees what any of it sees
                 end = tl.minimum(first + begin + (tl.arange(0, BM // R) + 1) * R, first + Q)
-                seen = ((c >= 0) & (c < C))[None, :] & ((c * STRIDE + WINDOW)[None, :] <= end[:, None])
-            best = tl.maximum(best, tl.where(seen, value, float("-inf")))
+                seen = (c < C)[None, :] & ((c * STRIDE + WINDOW)[None, :] <= end[:, None])
+            value = tl.where(seen, value, float("-inf"))
+            best = tl.maximum(best, value)
+            if OV > 0:
+                last = tl.where(j >= J - OV, tl.maximum(last, value), last)
     i_g = tl.program_id(1) * (BM // R) + tl.arange(0, BM // R)
-    to = out + (kv.to(tl.int64) * NG + i_g)[:, None] * N + o_n[None, :]
-    tl.store(to, best, mask=(i_g < NG)[:, None] & (o_n < N)[None, :])
+    to = (kv.to(tl.int64) * NG + i_g)[:, None] * N + o_n[None, :]
+    there = (i_g < NG)[:, None] & (o_n < N)[None, :]
+    tl.store(out + to, best, mask=there)
+    if OV > 0:
+        tl.store(reach + to, last, mask=there)
 
 
 def precision_of(x: torch.Tensor) -> str:
@@ -411,10 +421,14 @@ def prefill_scores(
             q, pooled, far, base, exponent, n, count, far.shape[1], first, q.stride(0), q.stride(1),
             **shared, **_windows(rule, None if none else wide), BN=64, num_warps=4,
         )  # fmt: skip
-    blocks = min(TILE_BLOCKS, max(16, triton.next_power_of_2(n_blocks)))
+    reach = torch.empty_like(out) if rule.overlap else out
+    most = 64 if rule.together == 1 else 128  # blocks of a program; measured on an H200
+    blocks = min(most, max(16, triton.next_power_of_2(n_blocks)))
     rows = n + first % rule.together
     prefill_scores_kernel[(triton.cdiv(n_blocks, blocks), triton.cdiv(rows, tile), hkv)](
-        q, pooled, base, out, exponent, n, count, n_blocks, choices, first, q.stride(0), q.stride(1),
+        q, pooled, base, out, reach, exponent, n, count, n_blocks, choices, first, q.stride(0), q.stride(1),
         **shared, **_cells(rule), NB=blocks, R=rule.together, OWN=scale is not None, num_warps=4,
     )  # fmt: skip
+    if rule.overlap:
+        torch.maximum(out[:, :, 1:], reach[:, :, :-1], out=out[:, :, 1:])
     return out

@@ -96,18 +96,17 @@ def _launch(
     rule: BlockRule,
     out: torch.Tensor,
     *,
+    rows: tuple[int, int, int],
     own: bool = False,
-    per: int = 1,
-    start: int = 0,
-    among: int = 1,
     last: torch.Tensor | None = None,
 ) -> None:
-    rows, n = values.shape
+    """rows: the kernel's per, start and Q."""
+    count, n = values.shape
     padded = triton.next_power_of_2(max(n, out.shape[1], 16))
-    many = rows >= ROWS_OF_ONE_WARP and padded <= 2048
-    select_kernel[(rows,)](
+    many = count >= ROWS_OF_ONE_WARP and padded <= 2048
+    select_kernel[(count,)](
         values, positions, out, out if last is None else last, rule.stick, n, out.shape[1], rule.chosen,
-        per, start, among, rule.recent,
+        *rows, rule.recent,
         FIRST=rule.first, LOCAL=rule.local, BLOCK=rule.block, BN=padded, OWN=own,
         STICK=last is not None and rule.stick > 0, num_warps=1 if many else 4,
     )  # fmt: skip
@@ -117,7 +116,7 @@ def select(
     values: torch.Tensor, positions: torch.Tensor, rule: BlockRule, out: torch.Tensor, last: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `kernels.reference.offload.select`."""
-    _launch(values, positions, rule, out, per=max(1, values.shape[0] // len(positions)), last=last)
+    _launch(values, positions, rule, out, rows=(max(1, values.shape[0] // len(positions)), 0, 1), last=last)
     return out
 
 
@@ -127,5 +126,5 @@ def prefill_select(values: torch.Tensor, first: int, rule: BlockRule) -> torch.T
     chosen = torch.empty((heads, n, blocks), dtype=torch.bool, device=values.device)
     flat, out = values.view(heads * n, blocks), chosen.view(heads * n, blocks).view(torch.uint8)
     # positions are not read
-    _launch(flat, flat, rule, out, own=True, per=rule.together, start=first // rule.together, among=n)
+    _launch(flat, flat, rule, out, rows=(rule.together, first // rule.together, n), own=True)
     return chosen

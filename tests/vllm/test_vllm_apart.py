@@ -16,6 +16,7 @@ from vllm_engines import BLOCK, SETTINGS, Engine, Engines
 
 from tamis.core.errors import InvalidInput
 from tamis.integrations.vllm.client import request
+from tamis.integrations.vllm.step import Counters
 
 Words = Callable[..., list[int]]
 
@@ -150,8 +151,11 @@ def test_unread_documents_are_computed_by_all_who_share_them(
 
         monkeypatch.setattr(Path, "unlink", kept)
     engine.llm.reset_prefix_cache()
+    monkeypatch.setattr(Counters, "taken", lambda self: {})  # the sums stay where this test can read them
+    engine.worker.counters.documents_unread = 0
     found = engine.run(*(asked(pieces, order) for order in orders), n=60)
     assert [made.tokens for made in found] == answers
+    assert engine.worker.counters.documents_unread >= 4, "prefix and documents are counted"
     again = [engine.run(asked(pieces, order), n=60)[0].tokens for order in orders]
     assert again == answers, "what was computed in blocks that could not be read is not found by others"
 

@@ -16,7 +16,7 @@ COMMAND = (sys.executable, "-m", "tamis.cli.main", "bench", "vllm", "--tiny", "-
 @pytest.mark.slow
 def test_everything_is_measured_in_one_sitting(tmp_path: Path) -> None:
     run = subprocess.run(
-        [*COMMAND, "--requests", "4", "--results", str(tmp_path)],
+        [*COMMAND, "--requests", "4", "--warm", "3,0", "--results", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=280,
@@ -36,7 +36,15 @@ def test_everything_is_measured_in_one_sitting(tmp_path: Path) -> None:
             assert found[case, provider, "ttft_s"] > 0 and found[case, provider, "speedup_vs_vllm"] > 0
         assert found[case, f"{tamis}-reuse", "token_hit_rate"] > 0.7
         assert found[case, f"{tamis}-sift", "token_hit_rate"] == found[case, stock, "token_hit_rate"] == 0
-    loaded = {p: rate for (case, p, metric), rate in found.items() if metric == "token_hit_rate" and "zipf" in case}
-    assert loaded[f"{tamis}-reuse"] > loaded[stock], "documents are found in any order, prefixes only in one"
+    loaded = {(c, p): rate for (c, p, metric), rate in found.items() if metric == "token_hit_rate" and "zipf" in c}
+    cold, warm = sorted({case for case, _ in loaded}, key=lambda case: "after" in case)
+    assert "first-4" in cold and "4-after-3" in warm
+    for case in (cold, warm):
+        assert loaded[case, f"{tamis}-reuse"] > loaded[case, stock], "documents are found in any order, prefixes in one"
+    assert loaded[cold, f"{tamis}-reuse"] < loaded[warm, f"{tamis}-reuse"], "each load begins with an empty cache"
+    answers = "tiny/float32/4x64+16"
+    assert found[answers, stock, "output_tokens_per_s"] > 0
+    assert found[answers, f"{tamis}-stock", "output_tokens_per_s"] > 0
+    assert found[answers, f"{tamis}-stock", "throughput_vs_vllm"] > 0
     same = {p: share for (case, p, metric), share in found.items() if metric == "same_tokens"}
     assert same == {f"{tamis}-{way}": 1.0 for way in ("stock", "sift", "reuse")}

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tamis.integrations.vllm.client import request, warm
+from tamis.integrations.vllm.client import request, signed_namespace, warm
 from tiny_chat import tiny_tokenizer
 
 BLOCK = 32
@@ -211,6 +211,35 @@ def test_replicas_share_one_directory(served: Callable[..., Any], tmp_path: Path
             assert loaded == computed
         assert two.ask("DELETE", "/v1/documents/d2")[0] == 200
         assert one.ask("GET", "/v1/documents/d2")[0] == 404, "deleted for all"
+
+
+@pytest.mark.slow
+def test_signed_namespaces_belong_to_their_api_keys(served: Callable[..., Any], tmp_path: Path) -> None:
+    """What one key's documents lie under cannot be named by whoever was not told its signed name."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"sixteen bytes and more\n")
+    with served(tmp_path / "shelf", namespaces="signed", namespace_secret=str(secret)) as server:
+        documents = put_all(server, pin=True)
+        total = sum(d["tokens"] for d in documents)
+        own = documents[0]["namespace"]
+        assert server.ask("GET", "/v1/documents")[1]["namespace"] == own
+        assert server.ask("GET", "/v1/documents", key="two")[1]["namespace"] != own
+        assert server.complete(question_of(documents, [2, 0, 1]))[1] >= total
+        plain = own.rpartition("~")[0]
+        for wrong in (
+            None,
+            "",
+            plain,
+            f"{plain}~{'0' * 32}",
+            own.upper(),
+            signed_namespace(b"another secret..", plain),
+        ):
+            body = question_of([d | {"namespace": wrong} for d in documents], [2, 0, 1])
+            status, told = server.ask("POST", "/v1/completions", body | {"model": "tiny", "max_tokens": 1})
+            assert status == 400 and "not signed" in told["error"]["message"], told
+        other = signed_namespace(secret.read_bytes().strip(), "document/other")
+        assert server.complete(question_of([d | {"namespace": other} for d in documents], [0, 1, 2]))[1] == 0
+        assert server.complete({"prompt": documents[0]["token_ids"]})[0], "stock requests need none"
 
 
 PARALLEL = {

@@ -1,4 +1,5 @@
-"""Stock vLLM beside vLLM with Tamis, in one sitting: first tokens, documents used again under load, several GPUs.
+"""Stock vLLM beside vLLM with Tamis, in one sitting: first tokens, documents used again under load, long answers,
+several GPUs.
 
 Each engine is a child process with a deadline. Rows come as soon as they are measured, the most telling first, so that
 a sitting that ends early has them. With a second GPU both engines start at once, one on each; jobs go to one at a time.
@@ -27,7 +28,7 @@ from tamis.core.errors import InvalidInput, Unavailable
 from tamis.core.registry import unknown
 from tamis.integrations.vllm.client import warm
 
-PARTS = ("ttft", "load", "tp")
+PARTS = ("throughput", "ttft", "load", "tp")
 SELECTOR = "threshold:rows=4,theta=0.01,local=sampled"
 TP_TOKENS, TP_LENGTHS = 16, (300, 500)
 START_S = 420.0  # that an engine may take to start, compiling included
@@ -43,12 +44,14 @@ class Plan:
 
     shape       a name in `shapes.SHAPES`, with random weights
     lengths     prompt lengths in tokens
-    parts       of PARTS, in this order of value
+    parts       of PARTS, done in this order
     repeats     timed prompts of each length and way, after a warm-up
     selector    of mode "sift"; random weights show it nothing, so with `densities` (a file of `bench
                 record-densities`) the lists that it makes are replaced by such of a real model's density
     workload    and how many of its requests, arrivals a second, and tokens to which each piece of a prompt is cut
-    warm        so many requests of the workload come before those, all at once, and are not measured
+    warm        so many requests of the workload come before those, all at once, and are not measured; several such
+                numbers: one load after another, each from an empty cache
+    answers     of "throughput": plain requests that are answered at length, all at once
     tp          GPUs (on a CPU: processes) of the tensor-parallel engine, which is compared with one alone
     block_size  of the engine with Tamis; stock vLLM keeps its own default
     deadline_s  of everything: no job starts after it, and one that runs is ended
@@ -57,18 +60,19 @@ class Plan:
     shape: str
     lengths: Sequence[int]
     workload: Workload
-    parts: Sequence[str] = PARTS
+    parts: Sequence[str] = PARTS[1:]
     repeats: int = 3
     selector: str = SELECTOR
     densities: str | None = None
     requests: int = 64
     rate: float = 8.0
     cut_tokens: int | None = None
-    warm: int = 0
+    warm: int | Sequence[int] = 0
     tp: int = 2
     block_size: int = 64
     deadline_s: float = 1800.0
     sizes: prompts.Sizes = field(default_factory=prompts.Sizes)
+    answers: prompts.Answers = field(default_factory=prompts.Answers)
 
     def __post_init__(self) -> None:
         for part in self.parts:
@@ -78,12 +82,18 @@ class Plan:
             self.sizes.documents(n)
         if not self.rate > 0 or not self.deadline_s > 0:
             raise InvalidInput(f"rate {self.rate}, deadline {self.deadline_s}; give numbers above 0.")
-        if self.warm < 0 or self.warm + self.requests > self.workload.n_requests:
-            raise InvalidInput(
-                f"{self.requests} requests after {self.warm} of a workload of {self.workload.n_requests}; ask for less."
-            )
+        for first in self.warm_ups:
+            if first < 0 or first + self.requests > self.workload.n_requests:
+                raise InvalidInput(
+                    f"{self.requests} requests after {first} of a workload of {self.workload.n_requests}; ask for less."
+                )
         if shape_of(self.shape).experts:
             raise InvalidInput(f"{self.shape} has experts; give a dense shape, such as llama-3.1-8b.")
+
+    @property
+    def warm_ups(self) -> Sequence[int]:
+        """`warm`, of each load."""
+        return (self.warm,) if isinstance(self.warm, int) else self.warm
 
 
 def installed() -> str:
@@ -101,7 +111,7 @@ def bench_vllm(plan: Plan, note: Note = lambda _: None, keep: Keep = lambda _: N
     release = installed()
     with TemporaryDirectory() as folder, ExitStack() as stack:
         sitting = Sitting(plan, release, Path(folder), stack, note=note, keep=keep)
-        if "ttft" in plan.parts or "load" in plan.parts:
+        if {"throughput", "ttft", "load"} & set(plan.parts):
             sitting.compare()
         stack.close()  # their memory is for the next ones
         if "tp" in plan.parts:
@@ -146,13 +156,17 @@ class Sitting:
     def _jobs(self, child: Child, provider: str, ways: Mapping[str, Way]) -> None:
         """Everything that one engine is asked for."""
         self._started(child, provider)
+        first, *_, last = (*ways, *ways)
+        if "throughput" in self.plan.parts:
+            answering = functools.partial(self._answering, child, provider + first)
+            self._attempt(f"throughput {provider}{first}", answering)
         for n in self.plan.lengths if "ttft" in self.plan.parts else ():
             for name, way in ways.items():
                 timed = functools.partial(self._timed, child, n, provider + name, way)
                 self._attempt(f"{self._case}/{n} {provider}{name}", timed)
-        if "load" in self.plan.parts:
-            last = list(ways)[-1]
-            self._attempt(f"load {provider}{last}", lambda: self._loaded(child, provider + last, reuse=bool(last)))
+        for warm_up in self.plan.warm_ups if "load" in self.plan.parts else ():
+            loaded = functools.partial(self._loaded, child, provider + last, warm_up, reuse=bool(last))
+            self._attempt(f"load after {warm_up} {provider}{last}", loaded)
 
     def _timed(self, child: Child, tokens: int, provider: str, way: Way) -> None:
         """The first tokens of prompts of one length, one after the other."""
@@ -168,19 +182,36 @@ class Sitting:
         rows.append(Row.of(case, provider, "token_hit_rate", shares, unit="1"))
         self._keep(rows)
 
-    def _loaded(self, child: Child, provider: str, *, reuse: bool) -> None:
+    def _answering(self, child: Child, provider: str) -> None:
+        """Plain requests answered at length, all at once: tokens generated in a second, the prompts' time included."""
+        many, rates = self.plan.answers, []
+        for i in range(self.plan.repeats + 1):  # the first warms up
+            seeds = range(prompts.POOL // 2 + i * many.requests, prompts.POOL // 2 + (i + 1) * many.requests)
+            asked = prompts.plain(many.prompt, self.vocabulary, seeds)
+            found = self._ask(child, asked, max_tokens=many.tokens, alone=False)
+            rates.append(many.requests * many.tokens / max(row["done_s"] for row in found))
+        case = f"{self._case}/{many.requests}x{many.prompt}+{many.tokens}"
+        rows = [Row.of(case, provider, "output_tokens_per_s", rates[1:], unit="1/s")]
+        if provider == self.stock:
+            self._stock_s[case] = 1 / median(rates[1:])
+        elif case in self._stock_s:
+            ratios = [rate * self._stock_s[case] for rate in rates[1:]]
+            rows.append(Row.of(case, provider, "throughput_vs_vllm", ratios, unit="1"))
+        self._keep(rows)
+
+    def _loaded(self, child: Child, provider: str, warm_up: int, *, reuse: bool) -> None:
         """The workload's requests as they arrive: times of those that ask, not of those that only warm documents."""
         plan = self.plan
         first, asked = prompts.load(
             plan.workload, self.vocabulary, requests=plan.requests, rate=plan.rate, cut_tokens=plan.cut_tokens,
-            block_size=plan.block_size if reuse else None, warm_up=plan.warm,
+            block_size=plan.block_size if reuse else None, warm_up=warm_up,
         )  # fmt: skip
         if first:
-            self._ask(child, first, alone=False)
-        found = self._ask(child, asked, alone=False)
+            self._ask(child, first, alone=False, forget=True)
+        found = self._ask(child, asked, alone=False, forget=not first)
         measured = [(a, f) for a, f in zip(asked, found, strict=True) if a["measured"]]
         cut = "" if plan.cut_tokens is None else f"-cut-{plan.cut_tokens}"
-        which = f"{plan.requests}-after-{plan.warm}" if plan.warm else f"first-{plan.requests}"
+        which = f"{plan.requests}-after-{warm_up}" if warm_up else f"first-{plan.requests}"
         case = f"{self._case}/{plan.workload.name}-{which}{cut}/poisson-{plan.rate:g}"
         times = [f["ttft_s"] for _, f in measured]
         # pads that are computed and documents that are warmed count as work
@@ -233,7 +264,7 @@ class Sitting:
         engine: dict[str, Any] = {
             "dtype": "bfloat16" if self.gpus else "float32",
             "max_model_len": 2048 if small else max(self.plan.lengths) + 512,
-            "max_num_seqs": 16,
+            "max_num_seqs": max(16, self.plan.answers.requests if "throughput" in self.plan.parts else 0),
             "enable_prefix_caching": True,
             "enforce_eager": small or not self.gpus,
             "tensor_parallel_size": tp,
@@ -269,10 +300,17 @@ class Sitting:
         self.note(f"{provider}: started after {about['start_s']:.0f} s, {', '.join(about['attention'])}")
 
     def _ask(
-        self, child: Child, bodies: Sequence[Mapping[str, Any]], *, max_tokens: int = 1, alone: bool = True
+        self,
+        child: Child,
+        bodies: Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int = 1,
+        alone: bool = True,
+        forget: bool = False,
     ) -> list[dict[str, Any]]:
-        """Answers to requests, each with the length of its prompt. Raises Unavailable."""
-        job = {"requests": bodies, "max_tokens": max_tokens, "alone": alone}
+        """Answers to requests, each with the length of its prompt; with `forget` the cache is emptied before. Raises
+        Unavailable."""
+        job = {"requests": bodies, "max_tokens": max_tokens, "alone": alone, "forget": forget}
         found = child.ask(job, self._left_s)
         return [row | {"prompt": len(body["prompt"])} for row, body in zip(found, bodies, strict=True)]
 

@@ -38,11 +38,12 @@ QUIET = {
 
 @dataclass
 class Asked:
-    """A request on its way: when it arrived, and what its first token showed."""
+    """A request on its way: when it arrived, what its first token showed, and when its last one came."""
 
     arrived_s: float
     body: Mapping[str, Any]
     first_s: float = 0.0
+    done_s: float = 0.0
     cached: int = 0
     tokens: list[int] = field(default_factory=list)
 
@@ -92,12 +93,22 @@ class Runner:
 
     def run(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """`requests`: bodies as `integrations.vllm.client.request` makes them, each with `at_s` (arrival), in that
-        order. They are sent when they arrive; `alone`: one after the other. Answers a row for each: ttft_s, cached,
-        tokens."""
+        order. They are sent when they arrive; `alone`: one after the other; `forget`: into an empty cache. Answers a
+        row for each: ttft_s, done_s (of the last token), cached, tokens."""
+        if job.get("forget") and not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not empty its cache: requests are still under way")
         asked = [Asked(0.0, body) for body in job["requests"]]
         for some in [[one] for one in asked] if job["alone"] else [asked]:
             self._loop(some, job["max_tokens"])
-        rows = [{"ttft_s": a.first_s - a.arrived_s, "cached": a.cached, "tokens": a.tokens} for a in asked]
+        rows = [
+            {
+                "ttft_s": a.first_s - a.arrived_s,
+                "done_s": a.done_s - a.arrived_s,
+                "cached": a.cached,
+                "tokens": a.tokens,
+            }
+            for a in asked
+        ]
         return {"rows": rows}
 
     def _loop(self, asked: Sequence[Asked], max_tokens: int) -> None:
@@ -119,7 +130,7 @@ class Runner:
                 if tokens and not one.first_s:
                     one.first_s, one.cached = time.perf_counter(), output.num_cached_tokens or 0
                 if output.finished:
-                    one.tokens = tokens
+                    one.tokens, one.done_s = tokens, time.perf_counter()
                     del running[output.request_id]
 
     def _add(self, body: Mapping[str, Any], max_tokens: int) -> str:

@@ -35,6 +35,15 @@ class Sizes:
         return count
 
 
+@dataclass(frozen=True)
+class Answers:
+    """So many plain requests at once, with so many tokens of prompt and of answer each."""
+
+    requests: int = 32
+    prompt: int = 512
+    tokens: int = 256
+
+
 def drawn(seed: int, tokens: int, vocabulary: int) -> list[int]:
     """Random token ids, the same for the same seed."""
     ids: list[int] = np.random.default_rng(seed).integers(FIRST_ID, vocabulary, tokens).tolist()

@@ -16,7 +16,7 @@ Trace = Annotated[
 Densities = Annotated[
     str | None, typer.Option(help="What `tamis bench record-densities` wrote. Default: the selector's own choice.")
 ]
-Parts = Annotated[str, typer.Option(help="Of ttft, load, tp.")]
+Parts = Annotated[str, typer.Option(help="Of throughput, ttft, load, tp.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="A tiny model, short prompts: minutes on a CPU, no claim of speed.")]
 
 
@@ -26,13 +26,15 @@ def vllm(
         str, typer.Option(help="A dense shape of `tamis bench ttft`, with random weights.")
     ] = "llama-3.1-8b",
     tokens: Annotated[str, typer.Option(help="Prompt lengths, comma-separated.")] = "16384,32768,65536,131072",
-    parts: Parts = "ttft,load,tp",
+    parts: Parts = "throughput,ttft,load,tp",
     repeats: Annotated[int, typer.Option(min=1, help="Timed prompts after a warm-up.")] = 3,
     selector: Annotated[str, typer.Option(help="Of mode sift.")] = "threshold:rows=4,theta=0.01,local=sampled",
     densities: Densities = None,
     trace: Trace = None,
     requests: Annotated[int, typer.Option(min=1, help="Of the load.")] = 64,
-    warm: Annotated[int, typer.Option(min=0, help="Requests of the load before those, all at once, unmeasured.")] = 0,
+    warm: Annotated[
+        str, typer.Option(help="Requests of the load before those, all at once, unmeasured; several: one load each.")
+    ] = "0",
     rate: Annotated[float, typer.Option(help="Poisson arrivals a second.")] = 8.0,
     cut_tokens: Annotated[int | None, typer.Option(min=1, help="Cut each piece of a loaded prompt.")] = None,
     tp: Annotated[int, typer.Option(min=2, help="GPUs of the tensor-parallel engine; on a CPU processes.")] = 2,
@@ -42,28 +44,34 @@ def vllm(
     results: Results = None,
     json: Json = False,
 ) -> None:
-    """First tokens, documents used again under load, and tensor parallelism: vLLM alone and with Tamis, in one sitting.
+    """First tokens, documents used again under load, long answers, tensor parallelism: vLLM alone and with Tamis.
 
-    Needs an environment with vLLM; rows go to results/vllm.csv as they come.
+    All in one sitting. Needs an environment with vLLM; rows go to results/vllm.csv as they come.
     """
     from tamis.bench.reuse_workload import Zipf
     from tamis.bench.reuse_workload import trace as read_trace
     from tamis.bench.vllm import Plan, bench_vllm, table
-    from tamis.bench.vllm_prompts import Sizes
+    from tamis.bench.vllm_prompts import Answers, Sizes
+    from tamis.core.errors import InvalidInput
 
+    words = [word.strip() for word in warm.split(",")]
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise InvalidInput(f"warm is {warm!r}; give numbers of requests such as 0,64.")
+    warm_ups = [int(word) for word in words]
     if tiny:
         shape, tokens, repeats, requests, block_size = "tiny", "256,512", min(repeats, 2), min(requests, 6), 32
-        warm = min(warm, 6)
+        warm_ups = [min(n, 6) for n in warm_ups]
     if trace is not None:
-        workload = read_trace(trace, limit=warm + requests)
+        workload = read_trace(trace, limit=max(warm_ups) + requests)
     else:
-        count = max(Zipf.requests, warm + requests)
+        count = max(Zipf.requests, max(warm_ups) + requests)
         short = Zipf(documents=8, document_tokens=64, per_prompt=3, question_tokens=20, requests=count)
         workload = (short if tiny else Zipf(documents=50, document_tokens=512, requests=count)).workload()
     plan = Plan(
         shape, lengths_of(tokens), workload, [p.strip() for p in parts.split(",") if p.strip()], repeats=repeats,
-        selector=selector, densities=densities, requests=requests, rate=rate, cut_tokens=cut_tokens, warm=warm, tp=tp,
-        block_size=block_size, deadline_s=deadline, sizes=Sizes(16, 64, 20) if tiny else Sizes(),
+        selector=selector, densities=densities, requests=requests, rate=rate, cut_tokens=cut_tokens, warm=warm_ups,
+        tp=tp, block_size=block_size, deadline_s=deadline, sizes=Sizes(16, 64, 20) if tiny else Sizes(),
+        answers=Answers(4, 64, 16) if tiny else Answers(),
     )  # fmt: skip
     kept = Kept("vllm", results)
     made = bench_vllm(plan, kept.note, kept.keep)

@@ -12,7 +12,8 @@ from typing import Any
 
 from tamis.core.errors import InvalidInput
 from tamis.core.registry import unknown
-from tamis.integrations.vllm.request import MODES, PAD, VERSION
+from tamis.integrations.vllm import namespaces
+from tamis.integrations.vllm.request import MODES, PAD, VERSION, check_namespace
 from tamis.prompt.segments import Kind, document_id
 
 BLOCK_SIZE = 16  # vLLM's own default
@@ -98,7 +99,7 @@ def request(
     mode        "sift": attention computed where it matters; "reuse": documents' keys and values from earlier requests
     block_size  the server's (`--block-size`): documents of "reuse" are laid out on its borders
     choices     `selector`: another one than the server's default ("sift"); `namespace`: documents of one namespace are
-                not shared with another; `pad_id`: the token that fills blocks, 0 if not given
+                not shared with another (a server may want it signed); `pad_id`: the token that fills blocks, or 0
     With vLLM's own Python interface give `prompt` as `{"prompt_token_ids": ..}` and the parameters by
     `SamplingParams(extra_args={"kv_transfer_params": ..})`. Raises InvalidInput.
     """
@@ -183,3 +184,11 @@ def warm(
         else:
             packs.append((own, [ids]))
     return [request([], pack, [pack[-1][-1]], mode="reuse", block_size=block_size, **choices) for _, pack in packs]
+
+
+def signed_namespace(secret: bytes, name: str) -> str:
+    """What `namespace` has to be on a server whose `namespaces` are "signed" with this secret, for whoever hands them
+    out: the name says whose documents these are, such as "document/CUSTOMER". Raises InvalidInput."""
+    check_namespace(signed := namespaces.sign(secret, name))
+    check_namespace(name)
+    return signed

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tamis.core.checks import check_fields
 from tamis.core.errors import InvalidInput
 from tamis.core.registry import unknown
+from tamis.integrations.vllm import namespaces
 from tamis.integrations.vllm.request import MODES, PAD, Asked, check_namespace, parse
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 CONNECTOR = "TamisConnector"
 MODULE = "tamis.integrations.vllm.connector"
 SELECTOR = "threshold:local=sampled"
+NAMESPACES = ("any", "signed")
 COSTLY = ("oracle",)  # to compare with: not for any client of a server to ask for
 OPTIONS = ("rows", "mass", "theta", "power", "local", "paired")  # of a selector, as in `attention.policy.Policy`
 
@@ -41,6 +43,8 @@ class Settings:
     tile         tokens of a tile: 64 or 128
     accept_block_attention   allow "reuse" on a model that was not trained for documents that do not see each other
     namespace    where documents lie unless a request names another one
+    namespaces   "any": a request may name any, and what it does not name lies in `namespace`. "signed": it has to name
+                 one that was signed with the secret in the file `namespace_secret`, see `namespaces`
     directory    a folder for documents' keys and values, shared by replicas and restarts; "": none are kept
     host_bytes, disk_bytes   of host memory for what was read or written, and of the folder
     payload      how files keep documents: "auto", "bf16" or "selfindex", see `shelf.Shelf`
@@ -53,6 +57,8 @@ class Settings:
     tile: int = 128
     accept_block_attention: bool = False
     namespace: str = "document"
+    namespaces: str = "any"
+    namespace_secret: str = ""
     directory: str = ""
     host_bytes: int = 0
     disk_bytes: int = 16 << 30
@@ -64,6 +70,11 @@ class Settings:
             if mode not in MODES:
                 raise InvalidInput(unknown("mode", mode, list(MODES)))
         check_namespace(self.namespace)
+        if self.namespaces not in NAMESPACES:
+            raise InvalidInput(unknown("kind of namespaces", self.namespaces, list(NAMESPACES)))
+        if (self.namespaces == "signed") != bool(self.namespace_secret):
+            raise InvalidInput("namespaces 'signed' and namespace_secret, a file, belong together; give both or none.")
+        check_namespace(self.signed(self.namespace))
         policy_of(self.selector, self)
 
     @classmethod
@@ -80,6 +91,12 @@ class Settings:
         """The modes that requests may ask for."""
         return tuple(filter(None, (mode.strip() for mode in self.modes.split(","))))
 
+    def signed(self, namespace: str) -> str:
+        """As requests have to name it."""
+        if self.namespaces == "any":
+            return namespace
+        return namespaces.sign(namespaces.secret_of(self.namespace_secret), namespace)
+
     def asked(
         self, params: Any, tokens: Sequence[int], *, block_size: int, device_type: str, caching: bool = True
     ) -> Asked | None:
@@ -90,6 +107,10 @@ class Settings:
         if not isinstance(params, Mapping) or "tamis" not in params:
             return None
         asked = parse(params["tamis"], tokens, block_size=block_size)
+        if self.namespaces == "signed":
+            secret = namespaces.secret_of(self.namespace_secret)
+            asked = replace(asked, namespace=namespaces.verified(secret, asked.namespace))
+            check_namespace(asked.namespace)
         if asked.mode not in self.allowed:
             raise InvalidInput(f"mode {asked.mode!r} is not served here; allowed are {', '.join(self.allowed)}.")
         if asked.mode == "sift":

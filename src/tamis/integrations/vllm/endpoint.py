@@ -66,7 +66,7 @@ class Library:
         return hashlib.sha256(token.encode()).hexdigest()
 
     def namespace(self, owner: str) -> str:
-        """Where the keys and values of an owner's documents lie; requests have to name it."""
+        """Where the keys and values of an owner's documents lie; requests have to name it, signed."""
         return namespaced(DOCUMENTS, namespace_of(owner)) if owner else self.settings.namespace
 
     def tokens(self, document: StoredDocument) -> list[int]:
@@ -90,7 +90,7 @@ class Library:
             return "shelf"
         from vllm import SamplingParams
 
-        for body in warm([ids], block_size=self.block_size, namespace=namespace):
+        for body in warm([ids], block_size=self.block_size, namespace=self.settings.signed(namespace)):
             extra = {"kv_transfer_params": body["kv_transfer_params"]}
             sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra)
             prompt = {"prompt_token_ids": body["prompt"]}
@@ -128,7 +128,7 @@ class Library:
             "pinned": kept and self.shelf is not None and self.shelf.pinned(key, namespace),
             "tier": "shelf" if kept else None,
             "key": key.hex(),
-            "namespace": namespace,
+            "namespace": self.settings.signed(namespace),
         }
 
     def _shelf(self) -> Shelf:
@@ -197,7 +197,9 @@ def _router() -> APIRouter:
 
         def listed() -> dict[str, Any]:
             found, more = library.texts.list(owner, after=after, limit=limit)
-            return {"object": "list", "data": [library.shown(owner, d) for d in found], "has_more": more}
+            own = library.settings.signed(library.namespace(owner))
+            data = [library.shown(owner, d) for d in found]
+            return {"object": "list", "namespace": own, "data": data, "has_more": more}
 
         return await asyncio.to_thread(listed)
 

@@ -19,6 +19,7 @@ PREFIX = "vllm:tamis_"
 WORDS = {
     "reused_tokens": "Tokens of documents whose keys and values were there, in the cache's blocks or on the shelf.",
     "documents_loaded": "Documents that came from the shelf.",
+    "documents_unread": "Documents on the shelf that could not be read after all, and were computed again.",
     "documents_saved": "Documents that the shelf took.",
     "sift_tokens": "Tokens of prompts that were computed sparsely.",
     "sift_unrecorded": "Documents of these without stored bits, where the selector works from such.",

@@ -58,6 +58,7 @@ class Counters:
     sift_tokens: int = 0
     sift_unrecorded: int = 0
     documents_loaded: int = 0
+    documents_unread: int = 0
     documents_saved: int = 0
     sift_tiles: float = 0.0
     sift_tiles_computed: float = 0.0

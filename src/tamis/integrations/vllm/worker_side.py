@@ -81,6 +81,7 @@ class WorkerSide:
                 self.counters.documents_loaded += 1
             except (TamisError, OSError) as e:
                 log.warning("a document that was matched cannot be loaded, and is computed again: %s", e)
+                self.counters.documents_unread += 1
                 self._errors |= set(move.blocks)
 
     def save(self, step: Step) -> None:

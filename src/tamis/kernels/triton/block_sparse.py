@@ -17,26 +17,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tamis.kernels.lists import TileLists
+from tamis.kernels.triton.tiles import copyable, key_tile
 
 LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
 # a power of two: its product with `scale` is exact, so a row with nothing visible yet gets exp2(0), never exp2(inf)
 MASKED = tl.constexpr(-(2.0**80))
-
-
-@triton.jit
-def _tile(
-    base, i_head, start, TK, s_head, s_row,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr
-):
-    """[BN, DP] rows of one KV head from token `start` on; rows past the last token and columns past D are zero."""
-    if TMA:
-        return base.load([i_head, start, 0]).reshape(BN, DP)
-    else:
-        o_n = tl.arange(0, BN)
-        o_d = tl.arange(0, DP)
-        p = base + i_head.to(tl.int64) * s_head + (start + o_n).to(tl.int64)[:, None] * s_row + o_d[None, :]
-        return tl.load(p, mask=(start + o_n < TK)[:, None] & (o_d < D)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["q_offset", "TQ", "TK", "NQ", "M"])  # sizes of a prompt: one build for all of them
@@ -75,7 +61,7 @@ def kernel(
         entry = tl.load(visits + i // SPLIT)
         part = (i % SPLIT) * BN
         start = (entry >> 8) + part
-        b_k = _tile(k, kv, start, TK, k_head, k_row, D, DP, BN, TMA)
+        b_k = key_tile(k, kv, start, TK, k_head, k_row, D, DP, BN, TMA)
         s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         if i < near * SPLIT:
             last = tl.minimum(position - start, (entry & 255) - part - 1)
@@ -84,7 +70,7 @@ def kernel(
         p = tl.math.exp2(s * scale - m_new[:, None])
         alpha = tl.math.exp2(m - m_new)
         d = d * alpha + tl.sum(p, 1)
-        b_v = _tile(v, kv, start, TK, v_head, v_row, D, DP, BN, TMA)
+        b_v = key_tile(v, kv, start, TK, v_head, v_row, D, DP, BN, TMA)
         acc = tl.dot(p.to(b_v.dtype), b_v, acc * alpha[:, None], input_precision=PRECISION)
         m = m_new
     p_o = out + h.to(tl.int64) * o_head + (row + o_m).to(tl.int64)[:, None] * o_row + o_d[None, :]
@@ -106,7 +92,7 @@ def blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: int) -> Bloc
     dim, wide = q.shape[2], q.element_size() > 2
     if os.environ.get("TRITON_INTERPRET") == "1":
         return Blocks(tile, 4, 1, False)
-    tma = torch.cuda.get_device_capability(q.device)[0] >= 9 and not wide and all(map(_copyable, (k, v)))
+    tma = torch.cuda.get_device_capability(q.device)[0] >= 9 and not wide and all(map(copyable, (k, v)))
     if dim <= 64:
         keys, warps, stages = 64, 4, 3
     elif dim <= 128:
@@ -114,12 +100,6 @@ def blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: int) -> Bloc
     else:
         keys, warps, stages = 32, 8, 2
     return Blocks(min(keys // 2 if wide else keys, tile), warps, stages, tma)
-
-
-def _copyable(t: torch.Tensor) -> bool:
-    """Whether the copy engine can read it: base and strides in steps of 16 bytes."""
-    step = 16 // t.element_size()
-    return t.data_ptr() % 16 == 0 and t.stride(0) % step == 0 and t.stride(1) % step == 0
 
 
 def block_sparse_attention(

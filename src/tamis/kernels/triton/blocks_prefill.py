@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tamis.kernels.blocks import BlockRule
 from tamis.kernels.triton.paged_prefill import LOG2E, MASKED
+from tamis.kernels.triton.tiles import copyable, key_tile, list_places
 
 MOST_TOKENS = 32  # of a tile: the bits of a word
 
@@ -52,13 +53,7 @@ def union_kernel(
         g = begin // R - first // R
         taken = tl.load(p + g.to(tl.int64) * N, mask=o_n < N, other=0) != 0
         near = taken & (o_n * BLOCK + BLOCK - 1 > begin)
-    # masked blocks first, and inside each kind from late to early keys; both counted in one scan
-    kinds = tl.where(near, 65536, tl.where(taken, 1, 0))
-    upto = tl.cumsum(kinds, 0)
-    total = tl.sum(kinds, 0)
-    n_near = total >> 16
-    n = n_near + (total & 65535)
-    at = tl.where(near, n_near - (upto >> 16), n - (upto & 65535))
+    at, n, n_near = list_places(near, taken)
     cell = kv * NT + i_t
     to = cell.to(tl.int64) * M + at
     tl.store(entries + to, o_n, mask=taken)
@@ -66,20 +61,6 @@ def union_kernel(
         tl.store(words + to, word, mask=taken)
     tl.store(count + cell, n)
     tl.store(masked + cell, n_near)
-
-
-@triton.jit
-def _keys(
-    base, i_head, start, TK, s_head, s_row, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr
-):
-    """[BN, DP] rows of one KV head from token `start` on; rows past the last token and columns past D are zero."""
-    if TMA:
-        return base.load([i_head, start, 0]).reshape(BN, DP)
-    else:
-        o_n = tl.arange(0, BN)
-        o_d = tl.arange(0, DP)
-        p = base + i_head.to(tl.int64) * s_head + (start + o_n).to(tl.int64)[:, None] * s_row + o_d[None, :]
-        return tl.load(p, mask=(start + o_n < TK)[:, None] & (o_d < D)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["first", "TQ", "TK", "NT", "M"])  # sizes of a prompt: one build for all of them
@@ -115,7 +96,7 @@ def attend_kernel(
     acc = tl.zeros([BM, DP], tl.float32)
     for i in tl.range(0, n * SPLIT, num_stages=STAGES):
         start = tl.load(visits + i // SPLIT) * (BN * SPLIT) + (i % SPLIT) * BN
-        b_k = _keys(k, kv, start, TK, k_head, k_row, D, DP, BN, TMA)
+        b_k = key_tile(k, kv, start, TK, k_head, k_row, D, DP, BN, TMA)
         s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         if i < near * SPLIT:
             seen = o_n[None, :] <= (position - start)[:, None]
@@ -127,7 +108,7 @@ def attend_kernel(
         p = tl.math.exp2(s * scale - m_new[:, None])
         alpha = tl.math.exp2(m - m_new)
         d = d * alpha + tl.sum(p, 1)
-        b_v = _keys(v, kv, start, TK, v_head, v_row, D, DP, BN, TMA)
+        b_v = key_tile(v, kv, start, TK, v_head, v_row, D, DP, BN, TMA)
         acc = tl.dot(p.to(b_v.dtype), b_v, acc * alpha[:, None], input_precision=PRECISION)
         m = m_new
     p_o = out + head.to(tl.int64)[:, None] * o_head + row.to(tl.int64)[:, None] * o_row + o_d[None, :]
@@ -156,15 +137,9 @@ def cut_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: int) -> Cu
     keys = min(64 if dim <= 128 and not wide else 32, block)
     if os.environ.get("TRITON_INTERPRET") == "1":
         return Cut(tokens, rows, block, 4, 1, False)
-    tma = torch.cuda.get_device_capability(q.device)[0] >= 9 and not wide and all(map(_copyable, (k, v)))
+    tma = torch.cuda.get_device_capability(q.device)[0] >= 9 and not wide and all(map(copyable, (k, v)))
     warps = 4 if rows < 128 or (tma and dim <= 128) or dim <= 64 else 8
     return Cut(tokens, rows, keys, warps, 3 if dim <= 64 else 2, tma)
-
-
-def _copyable(t: torch.Tensor) -> bool:
-    """Whether the copy engine can read it: base and strides in steps of 16 bytes."""
-    step = 16 // t.element_size()
-    return t.data_ptr() % 16 == 0 and t.stride(0) % step == 0 and t.stride(1) % step == 0
 
 
 def prefill_attend(

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from tamis.kernels.selection import BAR_TILES as ROW_TILES
 from tamis.kernels.selection import Bars, Bits, Choice, Places
+from tamis.kernels.triton.tiles import list_places
 
 ALL = tl.constexpr(Choice.ALL)
 STORED = tl.constexpr(Choice.STORED)
@@ -126,14 +127,9 @@ def kernel(
             bar = tl.minimum(bar, tl.maximum(theta, 1.0))
             worth = cross & (mass >= bar * length.to(tl.float32) / T)
             chosen = chosen | worth | _heaviest(tl.where(cross, mass, 0.0), missing)
-    # tiles that need the element mask first, and inside each kind from late to early keys; both counted in one scan
+    # tiles that need the element mask come first
     near = chosen & ((o == i) | (length < T))
-    kinds = tl.where(near, 65536, tl.where(chosen, 1, 0))
-    upto = tl.cumsum(kinds, 0)
-    total = tl.sum(kinds, 0)
-    n_near = total >> 16
-    n = n_near + (total & 65535)
-    at = tl.where(near, n_near - (upto >> 16), n - (upto & 65535))
+    at, n, n_near = list_places(near, chosen)
     tl.store(entries + cell.to(tl.int64) * N + at, e, mask=chosen)
     tl.store(count + cell, n)
     tl.store(masked + cell, n_near)

@@ -19,26 +19,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tamis.kernels.selection import Places
+from tamis.kernels.triton.tiles import copyable, key_tile
 
 LOG2E = 1.4426950408889634
 # a power of two: its product with `scale` is exact, so a row that sees nothing of a tile gets exp2(0), never exp2(inf)
 MASKED = tl.constexpr(-(2.0**80))
 NOTHING = tl.constexpr(-60000.0)  # stands for log2(0), and fits float16
-
-
-@triton.jit
-def _tile(
-    base, i_head, start, TK, s_head, s_row,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr
-):
-    """[BN, DP] keys of one KV head from token `start` on; rows past the last token and columns past D are zero."""
-    if TMA:
-        return base.load([i_head, start, 0]).reshape(BN, DP)
-    else:
-        o_n = tl.arange(0, BN)
-        o_d = tl.arange(0, DP)
-        p = base + i_head.to(tl.int64) * s_head + (start + o_n).to(tl.int64)[:, None] * s_row + o_d[None, :]
-        return tl.load(p, mask=(start + o_n < TK)[:, None] & (o_d < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -84,12 +70,12 @@ def kernel(
         # relative to the first key tile, where the attention sink is: near 0 a float16 is exact enough
         entry = tl.load(entries)
         base = _log_sum(
-            b_q, _tile(k, kv, entry >> 8, TK, k_head, k_row, D, DP, BN, TMA), position, entry, near == 0, scale,
+            b_q, key_tile(k, kv, entry >> 8, TK, k_head, k_row, D, DP, BN, TMA), position, entry, near == 0, scale,
             BN, PRECISION
         )
         for j in tl.range(first, stop, num_stages=STAGES):
             entry = tl.load(entries + j)
-            b_k = _tile(k, kv, entry >> 8, TK, k_head, k_row, D, DP, BN, TMA)
+            b_k = key_tile(k, kv, entry >> 8, TK, k_head, k_row, D, DP, BN, TMA)
             l = _log_sum(b_q, b_k, position, entry, j >= near, scale, BN, PRECISION)
             tl.store(p_out + j, tl.maximum(l - base, NOTHING).to(out.dtype.element_ty), mask=inside)
 
@@ -109,10 +95,8 @@ def cut_for(q: torch.Tensor, k: torch.Tensor) -> Cut:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return Cut(16, 2, 4, 1, False)
     wide = q.element_size() > 2 or q.shape[2] > 128
-    step = 16 // k.element_size()
-    lies = k.data_ptr() % 16 == 0 and k.stride(0) % step == 0 and k.stride(1) % step == 0
     hopper = torch.cuda.get_device_capability(q.device)[0] >= 9
-    return Cut(64, 32, 4, 1, False) if wide else Cut(128, 64, 8, 2, hopper and lies)
+    return Cut(64, 32, 4, 1, False) if wide else Cut(128, 64, 8, 2, hopper and copyable(k))
 
 
 def tile_scores(

@@ -89,9 +89,7 @@ class TestTogether:
     """Tokens that choose as one."""
 
     @pytest.mark.parametrize("together", [2, 8, 16])
-    def test_all_blocks_are_the_stock_model(
-        self, tiny_model: Callable[..., Any], together: int
-    ) -> None:
+    def test_all_blocks_are_the_stock_model(self, tiny_model: Callable[..., Any], together: int) -> None:
         model, rule = tiny_model("llama"), replace(RULE, together=together)
         every = BlockPrefill.of(replace(rule, top=13))
         torch.testing.assert_close(logits(model, every), logits(model), rtol=1e-4, atol=1e-4)

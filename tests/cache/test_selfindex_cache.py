@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import Cache
 
+from tamis.cache.selfindex import sequence as sequence_module
 from tamis.cache.selfindex.documents import (
     Placed,
     attend_documents,
@@ -21,7 +22,7 @@ from tamis.cache.selfindex.documents import (
 )
 from tamis.cache.selfindex.keep import Budget, Keep, energy_of, exact_tokens
 from tamis.cache.selfindex.layer import SelfIndexLayer
-from tamis.cache.selfindex.sequence import CodedSequence, Growth
+from tamis.cache.selfindex.sequence import CodedSequence, Growth, settle_layers
 from tamis.core.errors import InvalidInput
 from tamis.kernels.reference.selfindex import Fit, attention, part_scores
 from tamis.kernels.selfindex import Layout
@@ -255,3 +256,49 @@ def test_energy_of_rotary_pairs(rotary: Rotary) -> None:
     energy = torch.rand(2, 64)
     made = pair_energy(energy, rotary)
     assert torch.equal(made[:, :32], made[:, 32:]) and float((made.sum() - energy.sum()).abs()) < 1e-3
+
+
+@pytest.mark.parametrize(("steps", "n_bytes"), [(0, 1 << 20), (2, 1 << 20), (2, 100_000), (2, 0)])
+def test_layers_settle_at_once_as_each_alone(
+    rotary: Rotary, steps: int, n_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence_module, "AT_ONCE_BYTES", n_bytes)
+    growth = Growth(keep=SMALL.keep, fit=Fit(steps=steps), block=16, least=64, epoch=48, chosen=2)
+    layers, alone = ([CodedSequence(Layout(64), growth, rotary) for _ in range(3)] for _ in range(2))
+    lengthened = []
+    for n in (100, *[1] * 100):
+        for one, other in zip(layers, alone, strict=True):
+            keys, values, q = torch.randn(1, 2, n, 64), torch.randn(1, 2, n, 64), torch.randn(1, 4, n, 64)
+            for sequence in (one, other):
+                sequence.append(keys, values)
+                sequence.observe(q)
+        due = layers[0].open is not None and layers[0].open[0].shape[-2] >= layers[0].settles_at
+        before = len(layers[0].parts)
+        settled = settle_layers(layers)
+        assert settled == max(sequence.settle() for sequence in alone) and due == (settled > 0)
+        lengthened += [len(layers[0].parts) == before] * due
+    assert lengthened == [False, False, True, True, False, True, True]
+    for one, other in zip(layers, alone, strict=True):
+        assert one.offsets == other.offsets and one.nbytes == other.nbytes
+        for x, y in zip(one.dense(), other.dense(), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_steps_elsewhere_count_as_its_own() -> None:
+    for n, more in ((20, 3), (20, 40), (200, 5)):
+        one, keys, values = filled(n, batch=1)
+        other = CodedSequence(Layout(64), SMALL)
+        other.append(keys, values)
+        for sequence in (one, other):
+            sequence.observe(torch.ones(1, 4, n, 64))
+            sequence.settle()
+        keys, values, q = torch.randn(1, 2, more, 64), torch.randn(1, 2, more, 64), torch.randn(1, 4, more, 64)
+        for i in range(more):
+            other.append(keys[:, :, i : i + 1], values[:, :, i : i + 1])
+            other.observe(q[:, :, i : i + 1])
+        assert one.open is not None and other.open is not None and other.noted is not None
+        run = torch.cat([one.open[0], keys], 2), torch.cat([one.open[1], values], 2)
+        one.resume(run, other.noted[0], q[:, :, -32:], more)
+        assert one.noted is not None and one.observed == other.observed == n + more
+        for x, y in zip((*one.open, *one.noted), (*other.open, *other.noted), strict=True):
+            assert torch.equal(x, y)

@@ -232,7 +232,8 @@ class TestFormsOfTheirOwn:
         for i, (ear, tokens_) in enumerate(zip(ears, wanted, strict=True)):
             assert ear.end().usage.new == len(tokens_)
             assert ear.tokens == tokens_, f"request {i}: {mixed[i].policy}"
-        assert [ear.end().report.chunks for ear in ears[::2]] == [5] * len(own)
+        # chunks end with tiles, which end with documents; blocks are counted from the prompt's start
+        assert [ear.end().report.chunks for ear in ears[::2]] == [4 if r.policy.prefill == "blocks" else 5 for r in own]
 
     def test_logits_do_not_depend_on_the_others_at_all(
         self, serve: Callable[..., Engine], requests: list[Request], own: list[Request]
@@ -298,7 +299,8 @@ class TestFormsOfTheirOwn:
         tmp_path: Path,
     ) -> None:
         few = Policy(decode="forecast", decode_budget=0.1, decode_least=0, decode_local=1)
-        asked = [replace(own[0], policy=policy) for policy in (few, replace(few, offload="host"))]
+        by_it = replace(few, prefill="forecast", prefill_blocks=4, min_tokens=0)
+        asked = [replace(own[0], policy=policy) for policy in (few, replace(few, offload="host"), by_it)]
         plain = serve(pages=128)
         with pytest.raises(InvalidInput, match="needs a forecast and none is loaded"):
             plain.submit(asked[0], Ear())

@@ -293,7 +293,7 @@ class TestPrefill:
         assert not fused._made and not fused.active
 
     def test_none_to_prefill_by(self, open_llm: Open) -> None:
-        with pytest.raises(InvalidInput, match="prefill='forecast' needs a forecast and none is loaded.*'blocks'"):
+        with pytest.raises(InvalidInput, match=r"prefill='forecast' needs a forecast and none is loaded.*'blocks'"):
             open_llm().prefill(drawn(20), prefill="forecast")
 
     @pytest.mark.parametrize("together", [1, 32])

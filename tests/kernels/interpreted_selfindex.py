@@ -14,8 +14,9 @@ from selfindex_cases import MUTATIONS, SCENES, Scene, errors, expected, make, ru
 
 from tamis.kernels.reference import selfindex as ref
 from tamis.kernels.selfindex import Layout, Records
-from tamis.kernels.selfindex_arena import Workspace
-from tamis.kernels.selfindex_dispatch import selfindex_compress, selfindex_decode
+from tamis.kernels.selfindex_arena import Arena, ArenaRoom, Workspace
+from tamis.kernels.selfindex_dispatch import selfindex_compress, selfindex_decode, selfindex_note
+from tamis.kernels.selfindex_notes import Notes
 
 
 def say(name: str, **found: float) -> None:
@@ -80,6 +81,36 @@ def appended() -> dict[str, float]:
     return {"wrong": float(not same or not torch.equal(a.open_end, b.open_end))}
 
 
+def noted() -> dict[str, float]:
+    """Two steps noted by the kernel against two noted by PyTorch; the middle sequence is nobody's."""
+    wrong = 0.0
+    for heads, kv, places in ((6, 2, 1), (5, 1, 3)):
+        arenas, notes = [], []
+        for _ in range(2):
+            room = ArenaRoom(3, kv, 64, parts=1, exact=2, open=8, block=64)
+            arena = Arena(room, Layout(64), dtype=torch.float32, device="cpu")
+            arena.keys.zero_(), arena.values.zero_()
+            arena.open_end.copy_(torch.tensor([2, 3, 5]))
+            energy, queries = torch.ones(3, kv, 64), torch.zeros(3, places, heads, 64)
+            weight, there = torch.tensor([0.25, 0.5, 0.01]), torch.tensor([1, 0, 1], dtype=torch.int32)
+            arenas.append(arena), notes.append(Notes(energy, queries, weight, there))
+        for _ in range(2):
+            q = torch.randn(heads, 3, 64).transpose(0, 1)[:, :, None]
+            k, v = (torch.randn(kv, 3, 64).transpose(0, 1)[:, :, None] for _ in range(2))
+            for arena, held, kernel in zip(arenas, notes, ("triton", "reference"), strict=True):
+                selfindex_note(arena, held, q, k, v, kernel=kernel)
+        for i in (0, 2):  # what lies in rows of nobody is nobody's
+            for name in ("energy", "queries"):
+                wrong = max(wrong, float((getattr(notes[0], name)[i] - getattr(notes[1], name)[i]).abs().max()))
+            wrong += any(
+                not torch.equal(getattr(arenas[0], n)[i], getattr(arenas[1], n)[i]) for n in ("keys", "values")
+            )
+        wrong += not torch.equal(arenas[0].open_end, torch.tensor([4, 3, 7]))
+        wrong += not torch.equal(arenas[0].open_end, arenas[1].open_end)
+        wrong += not torch.equal(notes[0].energy[1], torch.ones(kv, 64))
+    return {"wrong": wrong}
+
+
 def main() -> None:
     """All scenes, the mutations of the first, and what is not a step."""
     fix_interpreter()
@@ -101,6 +132,7 @@ def main() -> None:
         say(f"compress {dim}/{channels} {str(dtype).removeprefix('torch.')}", **compress(dim, channels, dtype))
     say("not a number", **not_a_number())
     say("append", **appended())
+    say("note", **noted())
 
 
 if __name__ == "__main__":

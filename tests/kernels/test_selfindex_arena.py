@@ -21,6 +21,7 @@ from selfindex_cases import (
     within,
 )
 
+from tamis.cache.selfindex.sequence import joined_layers
 from tamis.core.errors import InvalidInput, Unavailable, UnknownName
 from tamis.kernels.reference import selfindex as ref
 from tamis.kernels.selfindex import Layout, Part, Tables, dequantised
@@ -91,6 +92,43 @@ def test_growing_gives_what_building_gives() -> None:
     assert places == {name: t.data_ptr() for name, t in vars(grown).items() if isinstance(t, torch.Tensor)}
     grown.clear(0)
     assert float(selfindex_decode(q, grown, count=5, scale=0.1)[0].abs().max()) == 0
+
+
+def test_sequences_that_are_alike_are_updated_at_once() -> None:
+    draw, angles = torch.Generator().manual_seed(1), angles_of(64)
+    first, last = ([part_of(SCENE, n, 2, draw) for _ in range(2)] for n in (100, 61))
+    runs = [(torch.randn(2, 3, 64), torch.randn(2, 3, 64)) for _ in range(2)]
+    room = ArenaRoom(4, 2, 256, parts=2, exact=8, open=8, rotary=64, block=64)
+    one, all_ = (Arena(room, Layout(64), dtype=torch.float32, device="cpu") for _ in range(2))
+    for i, b in enumerate((1, 3)):
+        one.update(b, Held([first[i]], [0], runs[i]), angles)
+        all_.update(b, Held([first[i]], [0], runs[i]), angles)
+        one.update(b, Held([first[i], last[i]], [0, 100], runs[i]), angles)
+    parts = [joined_layers([_led(p) for p in pair]) for pair in (first, last)]
+    run_ = [torch.stack([r[i] for r in runs]) for i in range(2)]
+    all_.update(slice(1, 4, 2), Held(parts, [0, 100], (run_[0], run_[1])), angles)
+    for b in (1, 3):
+        lower, view = all_.rows(2, 4), all_.rows(0, 2)
+        mine = (view if b < 2 else lower).held(b % 2)
+        for x, y in zip(mine[1], one.held(b)[1], strict=True):
+            assert torch.equal(x, y)
+        q = torch.randn(4, 6, 1, 64)
+        made = [selfindex_decode(q, a, count=40, scale=0.1, kernel="reference")[0] for a in (one, all_)]
+        assert torch.equal(made[0], made[1]) and float(made[0][0].abs().max()) == 0
+        half = selfindex_decode(q[2:], lower, count=40, scale=0.1, kernel="reference")[0]
+        assert torch.equal(half, made[0][2:])
+    assert all_.part_tokens(3) == [100, 61] and all_.part_tokens(2) == []
+    all_.clear(slice(1, 4, 2))
+    assert float(selfindex_decode(q, all_, count=5, scale=0.1)[0].abs().max()) == 0
+    assert [len(all_.held(b)[0]) for b in range(4)] == [0] * 4
+
+
+def _led(part: Part) -> Part:
+    """With a sequence's dim in front."""
+    records, tables = (
+        type(x)(*(getattr(x, f)[None] for f in x.__dataclass_fields__)) for x in (part.records, part.tables)
+    )
+    return Part(records, tables, part.exact[None], part.keys[None], part.values[None])
 
 
 def test_appending_lengthens_the_open_run() -> None:

@@ -61,6 +61,9 @@ class TestInterpreted:
     def test_append(self, interpreted):
         assert interpreted["append"] == {"wrong": 0}
 
+    def test_note(self, interpreted):
+        assert interpreted["note"]["wrong"] < 1e-5
+
 
 BF16 = torch.bfloat16
 GPU_SCENES = {
@@ -189,6 +192,7 @@ class TestCompiled:
             selfindex_attend,
             selfindex_compress,
             selfindex_decode,
+            selfindex_note,
             selfindex_score,
             selfindex_select,
         )
@@ -198,6 +202,9 @@ class TestCompiled:
         compiled(selfindex_select.refine_kernel, {"BN": 2048}, warps=8)
         compiled(selfindex_select.compact_kernel, {"BN": 2048, "CP": 32}, warps=8)
         compiled(selfindex_attend.combine_kernel, {"D": 128, "BS": 16}, warps=2)
+        whole = dict.fromkeys(("keys", "values", "kept_keys", "kept_values", "queries"), "*bf16")
+        whole |= {"energy": "*fp32", "weight": "*fp32", "there": "*i32"}
+        compiled(selfindex_note.note_kernel, {"H": 8, "HP": 8, "GH": 4, "D": 128}, warps=4, **whole)
         bytes_ = dict.fromkeys(("codes", "residuals", "key_scales", "value_scales"), "*u8")
         compiled(
             selfindex_compress.kernel, {"G": 32, "SB": 4, "BT": 32}, warps=4, keys="*bf16", values="*bf16", **bytes_

@@ -123,6 +123,7 @@ class Decoding:
         self._rounded = self.trace.kv == "bf16" and next(model.parameters()).dtype != torch.bfloat16
         self._coded = [layer for layer in cache.layers if isinstance(layer, SelfIndexLayer)]
         self._budget = policy.budget if self._coded and policy.decode == "selfindex" else None
+        self._bf16_token = 0
 
     @contextmanager
     def running(self, switch: Switch, *, step: bool) -> Iterator[None]:
@@ -169,9 +170,48 @@ class Decoding:
         """See `hook.DecodeJob`."""
         self.cache.layers[layer].sequence.observe(q.detach())
 
+    def sequences(self) -> list[CodedSequence] | None:
+        """All layers, if steps over them may be made elsewhere, for many requests at once; they are counted by
+        `count_step` then. None: only `running` makes them."""
+        if self._budget is None or len(self._coded) < len(self.cache.layers):
+            return None
+        found = [layer.sequence for layer in self._coded if layer.sequence is not None]
+        able = [s for s in found if s.noted is not None and s.open is not None and s.open[0].shape[0] == 1]
+        return able if len(able) == len(self._coded) else None
+
+    @property
+    def budget(self) -> Budget | None:
+        """What a sparse step reads; None where steps are dense."""
+        return self._budget
+
+    def count_step(self, n_tokens: int, n_whole: int, *, compressed: bool, kernel: str, kv_bytes: int) -> None:
+        """A step was made elsewhere: tokens held now, and those read whole."""
+        trace = self.trace
+        trace.n_tokens, trace.kernel, trace.kv_bytes = n_tokens, kernel, kv_bytes
+        trace.bf16_bytes = self._token_bytes() * n_tokens
+        trace.approximate = self._rounded or compressed
+        self._count_sparse(n_tokens, n_whole)
+
     def report(self) -> DecodeReport:
         """What was done so far."""
         return self.trace.report(self.policy)
+
+    def _token_bytes(self) -> int:
+        """What a token takes in bfloat16."""
+        if not self._bf16_token:
+            first = self.cache.layers[0]
+            sequence: CodedSequence | None = first.sequence if isinstance(first, SelfIndexLayer) else None
+            newest = first.keys if sequence is None or sequence.open is None else sequence.open[0]
+            batch, heads, _, head_dim = newest.shape
+            self._bf16_token = 4 * batch * heads * head_dim * len(self.cache.layers)
+        return self._bf16_token
+
+    def _count_sparse(self, n_tokens: int, n_whole: int) -> None:
+        trace = self.trace
+        assert self._budget is not None, "a sparse step"
+        trace.steps += 1
+        trace.sparse_steps += 1
+        trace.attended += min(n_tokens, n_whole + self._budget.count(n_tokens)) / n_tokens
 
     def _note(self, step: bool) -> None:
         """Count a pass. All layers hold the same numbers of everything, so the first one speaks for them."""
@@ -180,19 +220,16 @@ class Decoding:
         if not n:
             return
         sequence: CodedSequence | None = first.sequence if isinstance(first, SelfIndexLayer) else None
-        newest = first.keys if sequence is None or sequence.open is None else sequence.open[0]
-        batch, heads, n_whole, head_dim = newest.shape
         reader = 0 if self.state.reader is None else self.state.reader.nbytes
         trace.kv_bytes = layer_bytes(first) * len(self.cache.layers) + reader
-        trace.bf16_bytes = 4 * batch * heads * n * head_dim * len(self.cache.layers)
+        trace.bf16_bytes = self._token_bytes() * n
         trace.approximate = self._rounded or (sequence is not None and sequence.n_compressed > 0)
         if not step:
             return
-        trace.steps += 1
-        if sequence is None or self._budget is None:
+        if sequence is None or sequence.open is None or self._budget is None:
+            trace.steps += 1
             trace.attended += 1
             trace.kernel = "sdpa"
             return
-        trace.sparse_steps += 1
-        n_whole += sum(p.exact.shape[-1] for p in sequence.parts)
-        trace.attended += min(n, n_whole + self._budget.count(n)) / n
+        n_whole = sequence.open[0].shape[-2] + sum(p.exact.shape[-1] for p in sequence.parts)
+        self._count_sparse(n, n_whole)

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from tamis.attention.caching import AnyDecoding, Caching
+from tamis.attention.decode import Decoding
+from tamis.attention.decode_bank import Seat
 from tamis.attention.offline import Indexer
 from tamis.attention.planner import Plan, chunks_of, plan_prefill
-from tamis.attention.policy import PAGED, Policy
+from tamis.attention.policy import BLOCKS, PAGED, Policy
 from tamis.attention.report import DecodeReport, PrefillReport
 from tamis.attention.reuse import ReuseEngine
 from tamis.cache.formats import cache_argument, stored_dtype
@@ -40,9 +42,7 @@ def cached(policy: Policy, dtype: torch.dtype) -> bool:
     if policy.prefill in PAGED:
         return False
     return (
-        policy.prefill == "blocks"
-        or policy.kv_form in ("selfindex", "blocks")
-        or stored_dtype(policy.kv, dtype) != dtype
+        policy.prefill in BLOCKS or policy.kv_form in ("selfindex", "blocks") or stored_dtype(policy.kv, dtype) != dtype
     )
 
 
@@ -68,6 +68,16 @@ class CachedMember(Member):
         self._prefilled: Plan | None = None
         self.cache: Any = None
         self.decoding: AnyDecoding | None = None
+        self._seat: Seat | None = None
+
+    @property
+    def seat(self) -> Seat | None:
+        """For steps in which all rows are one launch; None where its cache is none for them. Its prompt was run."""
+        decoding = self.decoding
+        if self._seat is None and isinstance(decoding, Decoding) and decoding.budget is not None:
+            sequences = decoding.sequences()
+            self._seat = None if sequences is None else Seat(sequences, decoding.budget)
+        return self._seat
 
     @property
     def together(self) -> bool:
@@ -89,7 +99,9 @@ class CachedMember(Member):
         engine, request, caching = self.engine, self.request, self._caching
         with engine.store.lock:
             if self._prefilled is None:
-                self._prefilled = plan_prefill(engine.model, request.prompt, self._policy, self.indexer)
+                self._prefilled = plan_prefill(
+                    engine.model, request.prompt, self._policy, self.indexer, forecast=caching.forecast
+                )
                 behind = sum(self.left[1:]) + request.sampling.max_new_tokens
                 self.cache = caching.new_cache(request.policy, room=behind)
                 self.decoding = caching.decoding(self.cache, request.policy)
@@ -106,8 +118,14 @@ class CachedMember(Member):
         """Logits [vocabulary] behind the newest token, in a pass of its own."""
         engine = self.engine
         assert self.decoding is not None, "its prompt was run"
+        self._bring_back()
         with engine.store.lock, torch.inference_mode(), self.decoding.running(engine.switch, step=True):
             return self._forward(torch.tensor([[self.new[-1]]], device=self.device))
+
+    def park(self) -> None:
+        """See `Member`."""
+        self._bring_back()
+        super().park()
 
     def restart(self) -> None:
         """See `Member`."""
@@ -117,6 +135,10 @@ class CachedMember(Member):
     def close(self) -> None:
         """See `Member`."""
         self._let_go()
+        if self._seat is not None:
+            with torch.inference_mode():
+                self._seat.leave()
+        self._seat = None
         self.cache, self.decoding, self._prefilled, self._done = None, None, None, 0
 
     def report(self) -> PrefillReport:
@@ -128,6 +150,12 @@ class CachedMember(Member):
     def decode_report(self) -> DecodeReport | None:
         """What was done with the cache so far."""
         return None if self.decoding is None else self.decoding.report()
+
+    def _bring_back(self) -> None:
+        """Into the cache what steps with others left elsewhere."""
+        if self._seat is not None:
+            with self.engine.store.lock, torch.inference_mode():
+                self._seat.bring_back()
 
     def _forward(self, ids: torch.Tensor, **options: Any) -> torch.Tensor:
         model = self.engine.model

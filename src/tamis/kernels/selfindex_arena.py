@@ -12,6 +12,7 @@ full. What a step scribbles on (`Workspace`) is shared by all layers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -20,12 +21,13 @@ import torch
 
 from tamis.core.errors import InvalidInput
 from tamis.kernels.selfindex import CELLS, GROUP, Layout, Part, Records, Tables
+from tamis.kernels.selfindex_workspace import CHUNK, Workspace
+
+__all__ = ["CHUNK", "PAIR", "Angles", "Arena", "ArenaRoom", "Held", "Workspace", "turned_forth"]
 
 Angles = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # offsets → cos, sin float32 [.., R/2]
-CHUNK = 2048  # slots of a program that chooses
-TALLY = 128 + 512  # counters of a row: of the two parts of a key
-FULL = 1024  # programs of attention that fill a large GPU
 PAIR = tuple[torch.Tensor, torch.Tensor]
+Rows = int | slice  # one sequence, or several that are alike
 
 
 class ArenaRoom(NamedTuple):
@@ -47,6 +49,14 @@ class ArenaRoom(NamedTuple):
     open: int = 128
     rotary: int = 0
     block: int = 512
+
+    def check(self) -> None:
+        """Raises InvalidInput for sizes that cannot be."""
+        if self.slots % self.block or self.block % 32 or min(self[:4]) < 1 or min(self.exact, self.open) < 0:
+            raise InvalidInput(
+                f"{self}: give 1 or more of requests, heads, parts and slots, slots a multiple of block, which is a "
+                "multiple of 32."
+            )
 
 
 class Held(NamedTuple):
@@ -83,11 +93,7 @@ class Arena:
     """
 
     def __init__(self, room: ArenaRoom, layout: Layout, *, dtype: torch.dtype, device: torch.device | str) -> None:
-        if room.slots % room.block or room.block % 32 or min(room[:4]) < 1 or min(room.exact, room.open) < 0:
-            raise InvalidInput(
-                f"{room}: give 1 or more of requests, heads, parts and slots, slots a multiple of block, which is a "
-                "multiple of 32."
-            )
+        room.check()
         self.room, self.layout, self.device = room, layout, torch.device(device)
         b, h, n, d, p = room.requests, room.kv_heads, room.slots, layout.head_dim, room.parts
         g, half = layout.groups, room.rotary // 2
@@ -154,13 +160,26 @@ class Arena:
         counts = (self.slots, self.n_parts, self.n_exact, self.open_end)
         return self.records.nbytes + self.tables.nbytes + sum(t.nbytes for t in (*own, *counts))
 
-    def update(self, b: int, held: Held, angles: Angles | None = None) -> None:
+    def rows(self, begin: int, end: int) -> Arena:
+        """Sequences [begin, end) as an arena of their own over the same tensors."""
+        made = copy.copy(self)
+        made.room = self.room._replace(requests=end - begin)
+        for name, held in vars(self).items():
+            if isinstance(held, torch.Tensor | list):
+                setattr(made, name, held[begin:end])
+            elif isinstance(held, Records | Tables):
+                setattr(made, name, type(held)(*(getattr(held, f.name)[begin:end] for f in fields(held))))
+        return made
+
+    def update(self, b: Rows, held: Held, angles: Angles | None = None) -> None:
         """Bring sequence `b` to what `held` is: parts it has more, records its last part has more, its open run.
 
-        Between steps, never inside a captured graph. Parts that are there already must not have changed. Raises
-        InvalidInput for what there is no room for.
+        b: a number, or a slice of sequences that have the same numbers of everything; what is given for them has their
+        dim in front. Between steps, never inside a captured graph. Parts that are there already must not have changed:
+        of those that are no longer than here only the number of records is looked at. Raises InvalidInput for what
+        there is no room for.
         """
-        placed = self._placed[b]
+        placed = self._placed[self._numbers(b)[0]]
         if len(held.parts) < len(placed):
             raise InvalidInput(f"{len(held.parts)} parts for a sequence that has {len(placed)} here; clear it first.")
         for i, part in enumerate(held.parts):
@@ -170,47 +189,50 @@ class Arena:
                 self.extend_part(b, part)
         self.set_open(b, *(held.open or (None, None)))
 
-    def add_part(self, b: int, part: Part, offset: int = 0, angles: Angles | None = None) -> None:
+    def add_part(self, b: Rows, part: Part, offset: int = 0, angles: Angles | None = None) -> None:
         """Put a part behind the others of sequence `b`. `offset`: from its local positions to the absolute ones."""
-        room, placed = self.room, self._placed[b]
+        room, numbers = self.room, self._numbers(b)
+        placed, rows = self._placed[numbers[0]], _rows(b)
         if len(placed) == room.parts:
             raise InvalidInput(f"a part more for a sequence with room for {room.parts}; reserve a larger arena.")
         if offset and (angles is None or not room.rotary):
             raise InvalidInput(f"a part is moved by {offset} positions and there are no angles; give them.")
-        begin, p = self._end(b), len(placed)
+        begin, p = self._end(placed), len(placed)
         if angles is not None and room.rotary:
             cos, sin = angles(torch.tensor([offset]))
-            self.cos[b, p], self.sin[b, p] = cos[0].to(self.device), sin[0].to(self.device)
-        heads = (room.kv_heads,)
+            self.cos[rows, p], self.sin[rows, p] = cos[0].to(self.device), sin[0].to(self.device)
         for f in fields(Tables):
-            kept, new = getattr(self.tables, f.name)[b, p], getattr(part.tables, f.name)
-            kept.copy_(new.reshape(new.shape[-kept.dim() :] if new.dim() >= kept.dim() else new.shape).expand_as(kept))
-        assert part.records.codes.shape[-3:-2] == heads, "a part of another number of KV heads"
-        placed.append(_Placed(begin, 0, offset, 0))
+            kept = getattr(self.tables, f.name)[rows, p]
+            kept.copy_(getattr(part.tables, f.name).expand_as(kept))
+        assert part.records.codes.shape[-3:-2] == (room.kv_heads,), "a part of another number of KV heads"
+        for number in numbers:
+            self._placed[number].append(_Placed(begin, 0, offset, 0))
         try:
             self._write(b, p, part)
         except InvalidInput:
-            placed.pop()
+            for number in numbers:
+                self._placed[number].pop()
             raise
-        self.n_parts[b] = len(placed)
+        self.n_parts[rows] = len(placed)
 
-    def extend_part(self, b: int, part: Part) -> None:
+    def extend_part(self, b: Rows, part: Part) -> None:
         """The last part of sequence `b`, now longer: what it has more is copied, tables stay."""
-        if not self._placed[b]:
+        placed = self._placed[self._numbers(b)[0]]
+        if not placed:
             raise InvalidInput("no part to extend; add one first.")
-        self._write(b, len(self._placed[b]) - 1, part)
+        self._write(b, len(placed) - 1, part)
 
-    def set_open(self, b: int, keys: torch.Tensor | None, values: torch.Tensor | None) -> None:
+    def set_open(self, b: Rows, keys: torch.Tensor | None, values: torch.Tensor | None) -> None:
         """Replace the open run of sequence `b` by keys and values [Hkv, R, D] at absolute positions."""
-        n = 0 if keys is None else keys.shape[-2]
+        n, rows = 0 if keys is None else keys.shape[-2], _rows(b)
         if n > self.room.open:
             raise InvalidInput(f"{n} open tokens for an arena with room for {self.room.open}; settle more often.")
         room_end = self.room.exact + n
         at = slice(self.room.exact, room_end)
         if keys is not None and values is not None:
             for kept, new in ((self.keys, keys), (self.values, values)):
-                kept[b, :, at].copy_(new.reshape(self.room.kv_heads, n, self.layout.head_dim))
-        self.open_end[b] = room_end
+                kept[rows, :, at].copy_(_led(new, 4))
+        self.open_end[rows] = room_end
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """One token's keys and values [B, Hkv, 1, D] behind every open run, on the device alone (can be captured).
@@ -222,12 +244,14 @@ class Arena:
         self.values.scatter_(2, at, values.to(self.values.dtype))
         self.open_end.add_(1)
 
-    def clear(self, b: int) -> None:
+    def clear(self, b: Rows) -> None:
         """Sequence `b` has no tokens."""
-        self._placed[b] = []
-        self.live[b] = 0
+        rows = _rows(b)
+        for number in self._numbers(b):
+            self._placed[number].clear()
+        self.live[rows] = 0
         for counts, n in ((self.slots, 0), (self.n_parts, 0), (self.n_exact, 0), (self.open_end, self.room.exact)):
-            counts[b] = n
+            counts[rows] = n
 
     def held(self, b: int) -> tuple[list[Part], PAIR, list[PAIR | None]]:
         """Parts of sequence `b` [Hkv, ..] without their whole tokens, all whole tokens, cos and sin of each part.
@@ -239,7 +263,7 @@ class Arena:
             span = slice(placed.begin, placed.begin + placed.n)
             records = Records(*(getattr(self.records, f.name)[b, :, span] for f in fields(Records)))
             tables = Tables(*(getattr(self.tables, f.name)[b, p] for f in fields(Tables)))
-            dead = ~self._bits(b)[:, span]
+            dead = ~self._bits(slice(b, b + 1), 0, self.room.slots)[0, :, span]
             index = dead.nonzero()[:, 1].view(self.room.kv_heads, self._placed[b][p].exact)
             none = self.keys[b, :, :0]
             parts.append(Part(records, tables, index, none, none))
@@ -248,6 +272,10 @@ class Arena:
         whole = [torch.cat([t[b, :, :exact], t[b, :, self.room.exact : end]], 1) for t in (self.keys, self.values)]
         return parts, (whole[0], whole[1]), turns
 
+    def part_tokens(self, b: int) -> list[int]:
+        """Records of each part of sequence `b`."""
+        return [placed.n for placed in self._placed[b]]
+
     def position(self, b: int, slots: torch.Tensor) -> torch.Tensor:
         """int64: slots of sequence `b` as positions in its parts joined."""
         begins = torch.tensor([p.begin for p in self._placed[b]], device=slots.device)
@@ -255,20 +283,25 @@ class Arena:
         part = torch.searchsorted(begins, slots.long(), right=True) - 1
         return slots.long() - begins[part] + before[part]
 
-    def _bits(self, b: int) -> torch.Tensor:
-        """bool [H, N]."""
+    def _numbers(self, b: Rows) -> range:
+        return range(*_rows(b).indices(self.room.requests))
+
+    def _bits(self, rows: slice, begin: int, end: int) -> torch.Tensor:
+        """bool [rows, H, end - begin] of slots on borders of words."""
         shifts = torch.arange(32, device=self.device)
-        return ((self.live[b].long()[..., None] >> shifts) & 1).bool().flatten(-2)
+        words = self.live[rows, :, begin // 32 : end // 32]
+        return ((words.long()[..., None] >> shifts) & 1).bool().flatten(-2)
 
-    def _end(self, b: int) -> int:
-        last = self._placed[b][-1:]
-        return -(-(last[0].begin + last[0].n) // self.room.block) * self.room.block if last else 0
+    def _end(self, placed: Sequence[_Placed]) -> int:
+        return -(-(placed[-1].begin + placed[-1].n) // self.room.block) * self.room.block if placed else 0
 
-    def _write(self, b: int, p: int, part: Part) -> None:
+    def _write(self, b: Rows, p: int, part: Part) -> None:
         """Copy what `part` has more than what lies in place p."""
-        room, placed = self.room, self._placed[b][p]
+        room, rows, numbers = self.room, _rows(b), self._numbers(b)
+        every = self._placed[numbers[0]]
+        placed = every[p]
         n, more = part.records.n_tokens, part.exact.shape[-1] - placed.exact
-        used = sum(x.exact for x in self._placed[b])
+        used = sum(x.exact for x in every)
         end = -(-(placed.begin + n) // room.block) * room.block
         if end > room.slots or used + more > room.exact or n < placed.n or more < 0:
             raise InvalidInput(
@@ -276,112 +309,35 @@ class Arena:
                 f"{room.slots} slots and {room.exact} whole tokens ({used} used); reserve a larger one."
             )
         for f in fields(Records):
-            new = getattr(part.records, f.name)
-            new = new.reshape(room.kv_heads, n, new.shape[-1])
-            getattr(self.records, f.name)[b, :, placed.begin + placed.n : placed.begin + n].copy_(new[:, placed.n :])
-        fresh = part.exact.reshape(room.kv_heads, part.exact.shape[-1])[:, placed.exact :].to(self.device)
-        alive = torch.zeros((room.kv_heads, end - placed.begin), dtype=torch.bool, device=self.device)
-        alive[:, : placed.n] = self._bits(b)[:, placed.begin : placed.begin + placed.n]
-        alive[:, placed.n : n] = True
-        alive.scatter_(1, fresh, False)
-        words = (alive.view(room.kv_heads, -1, 32).long() << torch.arange(32, device=self.device)).sum(-1)
-        self.live[b, :, placed.begin // 32 : end // 32].copy_(words.to(torch.int32))
+            new = _led(getattr(part.records, f.name), 4)
+            to = getattr(self.records, f.name)[rows, :, placed.begin + placed.n : placed.begin + n]
+            to.copy_(new[:, :, placed.n :])
+        fresh = _led(part.exact, 3)[..., placed.exact :].to(self.device)
+        alive = self._bits(rows, placed.begin, end)
+        alive[..., placed.n : n], alive[..., n:] = True, False
+        alive.scatter_(-1, fresh, False)
+        words = (torch.unflatten(alive, -1, (-1, 32)).long() << torch.arange(32, device=self.device)).sum(-1)
+        self.live[rows, :, placed.begin // 32 : end // 32].copy_(words.to(torch.int32))
         at = slice(used, used + more)
-        shape = (room.kv_heads, part.exact.shape[-1], self.layout.head_dim)
-        keys, values = (t.reshape(shape)[:, placed.exact :].to(self.device) for t in (part.keys, part.values))
-        turned = turned_forth(keys, self.cos[b, p], self.sin[b, p]) if placed.offset else keys
-        self.keys[b, :, at].copy_(turned)
-        self.values[b, :, at].copy_(values)
-        self.part_of[b, placed.begin // room.block : end // room.block] = p
-        placed.n, placed.exact = n, part.exact.shape[-1]
-        self.n_exact[b], self.slots[b] = used + more, placed.begin + n
+        keys, values = (_led(t, 4)[:, :, placed.exact :].to(self.device) for t in (part.keys, part.values))
+        first = numbers[0]
+        turned = turned_forth(keys, self.cos[first, p], self.sin[first, p]) if placed.offset else keys
+        self.keys[rows, :, at].copy_(turned)
+        self.values[rows, :, at].copy_(values)
+        self.part_of[rows, placed.begin // room.block : end // room.block] = p
+        for number in numbers:
+            mine = self._placed[number][p]
+            mine.n, mine.exact = n, part.exact.shape[-1]
+        self.n_exact[rows], self.slots[rows] = used + more, placed.begin + n
 
 
-@dataclass(frozen=True)
-class Workspace:
-    """What a step of one layer scribbles on. Rows are KV heads of all sequences; S splits, the last `wholes` of them
-    for whole tokens.
+def _rows(b: Rows) -> slice:
+    return b if isinstance(b, slice) else slice(b, b + 1)
 
-    lut    float32 [B, P, H, G, 16]: what a code adds to a score; the bias is in group 0
-    span   float32 [B, P, H, 2]: lowest and highest score that the part can have
-    turned, spread  [B, P, Hq, D] of q's dtype: the query in stored order, and times the residuals' spread
-    bias   float32 [B, P, Hq]
-    keys   int16 [B H, N]: scores as 16-bit numbers, 0 where a record may not be chosen
-    tally  int32 [B H, 640 + chunks]: how many keys have each high part; each low part beside the bar's; chunks' counts.
-           The CUDA C++ kernels count a sample of the keys, and behind it the programs that are done
-    chosen int32 [B H, most]: slots in order; n_chosen int32 [B H]
-    count  int32 [B]: how many to choose
-    part   float32 [B Hq, S, D]: a split's output times its denominator
-    part_top, part_den  float32 [B Hq, S]: its largest score in powers of 2, its denominator
-    """
 
-    lut: torch.Tensor
-    span: torch.Tensor
-    turned: torch.Tensor
-    spread: torch.Tensor
-    bias: torch.Tensor
-    keys: torch.Tensor
-    tally: torch.Tensor
-    chosen: torch.Tensor
-    n_chosen: torch.Tensor
-    count: torch.Tensor
-    part: torch.Tensor
-    part_top: torch.Tensor
-    part_den: torch.Tensor
-    split: int
-    wholes: int
-
-    @classmethod
-    def reserve(
-        cls,
-        arena: Arena,
-        heads: int,
-        most: int,
-        *,
-        split: int | None = None,
-        wholes: int = 4,
-        dtype: torch.dtype | None = None,
-    ) -> Workspace:
-        """For steps of `heads` query heads that choose at most `most` records, `split` of them a program.
-
-        None: 128, or 64 where that would not fill a GPU. The whole tokens are shared by `wholes` programs.
-        """
-        room, layout, device = arena.room, arena.layout, arena.device
-        b, h, p = room.requests, room.kv_heads, room.parts
-        most = max(1, min(most, room.slots))
-        if split is None:
-            split = 128
-            while split > 64 and b * h * most < split * FULL:
-                split //= 2
-        splits = -(-most // split) + wholes
-        dtype = arena.keys.dtype if dtype is None else dtype
-
-        def empty(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.empty(size, dtype=kind, device=device)
-
-        i32 = torch.int32
-        return cls(
-            lut=empty(b, p, h, layout.groups, CELLS),
-            span=empty(b, p, h, 2),
-            turned=empty(b, p, heads, layout.head_dim, kind=dtype),
-            spread=empty(b, p, heads, layout.head_dim, kind=dtype),
-            bias=empty(b, p, heads),
-            keys=empty(b * h, room.slots, kind=torch.int16),
-            tally=empty(b * h, TALLY + -(-room.slots // CHUNK), kind=i32),
-            chosen=empty(b * h, most, kind=i32),
-            n_chosen=empty(b * h, kind=i32),
-            count=torch.zeros(b, dtype=i32, device=device),
-            part=empty(b * heads, splits, layout.head_dim),
-            part_top=empty(b * heads, splits),
-            part_den=empty(b * heads, splits),
-            split=split,
-            wholes=wholes,
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are allocated."""
-        return sum(t.nbytes for f in fields(self) if isinstance(t := getattr(self, f.name), torch.Tensor))
+def _led(x: torch.Tensor, dims: int) -> torch.Tensor:
+    """x with its sequences in front, where it is of one."""
+    return x if x.dim() == dims else x[None]
 
 
 def turned_forth(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

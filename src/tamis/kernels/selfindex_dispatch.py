@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tamis.core.registry import Registry
 from tamis.kernels.choice import chosen, no_triton
 from tamis.kernels.selfindex import Layout, Records, Tables, check_pair
 from tamis.kernels.selfindex_arena import PAIR, Arena, Workspace, turned_forth
+from tamis.kernels.selfindex_notes import Notes, note
 
 DECODE, COMPRESS = Registry("self-indexing kernel"), Registry("self-indexing kernel")
 MOST_GROUP = 64  # query heads of a KV head: rows of a program's products
@@ -123,6 +125,61 @@ def selfindex_append(arena: Arena, keys: torch.Tensor, values: torch.Tensor) -> 
         importlib.import_module("tamis.kernels.triton.selfindex_decode").append(arena, keys, values)
         return
     arena.append(keys, values)
+
+
+def selfindex_note(
+    arena: Arena,
+    notes: Notes,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    kernel: str = "auto",
+) -> None:
+    """A token of every sequence that is there: `Arena.append` for these alone, and what `Notes` keeps of its query.
+
+    q [B, Hq, 1, D] and keys, values [B, Hkv, 1, D], all turned and D contiguous. One launch where Triton runs (or is
+    asked for by name), waits for nothing. Raises `Unavailable` where a kernel that was asked for cannot run.
+    """
+    why = no_triton(q)
+    if kernel == "triton" and why is not None:
+        raise Unavailable(f"the Triton kernel cannot note these tensors: {why}. kernel='auto' picks one that can.")
+    if kernel == "triton" or (kernel == "auto" and arena.device.type == "cuda" and why is None):
+        importlib.import_module("tamis.kernels.triton.selfindex_note").note(arena, notes, q, keys, values)
+    else:
+        note(arena, notes, q, keys, values)
+
+
+def step_of(
+    q: torch.Tensor, arena: Arena, *, kernel: str = "auto"
+) -> tuple[str, Callable[..., None], Callable[..., Any]]:
+    """For who makes many steps of one shape: the kernel's name, `selfindex_note` and `selfindex_decode`, chosen once.
+
+    The functions are called as these two, the second with `count` and `work` given (`work.count` itself on a GPU), and
+    check nothing. Raises as they do.
+    """
+    name = _chosen(kernel, q, arena)
+    why = no_triton(q)
+    noting: Callable[..., None] = note
+    if name in ON_A_GPU or (kernel == "auto" and arena.device.type == "cuda" and why is None):
+        noting = importlib.import_module("tamis.kernels.triton.selfindex_note").note
+    if name not in ON_A_GPU:
+        return name, noting, partial(selfindex_decode, kernel=name)
+    launch: Callable[..., PAIR] = DECODE.get(name)
+
+    def decode(
+        q: torch.Tensor,
+        arena: Arena,
+        *,
+        count: torch.Tensor,
+        scale: float,
+        out: torch.Tensor | None = None,
+        work: Workspace,
+    ) -> PAIR:
+        assert count is work.count, "what the kernel reads"
+        return launch(q, arena, work, scale=scale, out=out)
+
+    return name, noting, decode
 
 
 def check_step(q: torch.Tensor, arena: Arena, scale: float, out: torch.Tensor | None) -> None:

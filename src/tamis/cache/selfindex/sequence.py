@@ -12,8 +12,9 @@ chosen records is not used up by generated tokens: these compete for it like all
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +28,8 @@ from tamis.kernels.selfindex_dispatch import fit_sampled, selfindex_compress
 from tamis.model.rope import Rotary
 
 DECAY = 0.99  # of the running query energy, a step
+AT_ONCE_BYTES = 64 << 20  # of float32 keys that are compressed at once, of several layers
+Bundle = TypeVar("Bundle", Records, Tables)
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,22 @@ class CodedSequence:
         held = [t for p in self.parts for t in (p.records, p.tables, p.exact, p.keys, p.values)]
         return sum(t.nbytes for t in (*held, *(self.open or ())))
 
+    @property
+    def settles_at(self) -> int:
+        """Open tokens from which on `settle` has something to do."""
+        grow = self.growth
+        return grow.keep.recent + (grow.block if self.parts else max(grow.least, grow.block))
+
+    @property
+    def noted(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Query energy float32 [B, Hkv, D] and newest queries [B, Hq, 1 or more, D]; None before `observe`."""
+        return None if self._energy is None or self._window is None else (self._energy, self._window)
+
+    @property
+    def observed(self) -> int:
+        """Tokens whose queries were noted."""
+        return self._observed
+
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add tokens [B, Hkv, n, D], turned at their positions, to the open run."""
         check_pair(keys, values, self.layout)
@@ -108,15 +127,26 @@ class CodedSequence:
             window = torch.cat([self._window, window], -2)[..., -self.growth.keep.window :, :]
         self._window = window.clone()  # a view would keep the whole prompt's queries
 
+    def resume(
+        self, run: tuple[torch.Tensor, torch.Tensor], energy: torch.Tensor, window: torch.Tensor, n_tokens: int
+    ) -> None:
+        """Take what steps elsewhere did with n_tokens >= 1 tokens, as if each had been appended and observed here.
+
+        The open run as it is now, the energy, and the newest queries [B, Hq, up to n_tokens, D].
+        """
+        self.open, self._energy = run, energy
+        if self._window is not None and not self.parts:
+            window = torch.cat([self._window, window], -2)
+        most = 1 if self.parts else self.growth.keep.window
+        # a view of more would keep all of it
+        self._window = window if window.shape[-2] <= most else window[..., -most:, :].clone()
+        self._observed += n_tokens
+
     def settle(self) -> int:
         """Compress what need not stay open; returns the number of tokens. Call it between steps, never inside one."""
-        grow = self.growth
-        if self.open is None:
+        n = self._due
+        if self.open is None or not n:
             return 0
-        spare = self.open[0].shape[-2] - grow.keep.recent
-        if spare < (grow.block if self.parts else max(grow.least, grow.block)):
-            return 0
-        n = spare - spare % grow.block
         keys, values = (t[..., :n, :] for t in self.open)
         done = self.n_compressed
         for begin, end, fresh in self._pieces(n):
@@ -149,6 +179,15 @@ class CodedSequence:
         queries, count = [*(self._turned(q, -o) for o in self.offsets), q], budget.count(self.n_tokens)
         step = cpu.decode if q.shape[-2] == 1 and q.device.type == "cpu" else reference.attention
         return step(queries, self.parts, self.open, self.layout, count=count, scale=scale)
+
+    @property
+    def _due(self) -> int:
+        """Tokens that would be compressed now."""
+        n = 0 if self.open is None else self.open[0].shape[-2]
+        if n < self.settles_at:
+            return 0
+        spare = n - self.growth.keep.recent
+        return spare - spare % self.growth.block
 
     def _pieces(self, n: int) -> Iterator[tuple[int, int, bool]]:
         """Spans of the n tokens to compress, and whether each begins a part: a long run is one part of its own."""
@@ -210,3 +249,71 @@ class CodedSequence:
         begin = max(0, n - self.growth.epoch)
         k, v = dequantised(last.records.span(begin, n), last.tables, self.layout)
         return torch.cat([self._turned(k, -begin), keys.float()], -2), torch.cat([v, values.float()], -2)
+
+
+def settle_layers(sequences: Sequence[CodedSequence]) -> int:
+    """`CodedSequence.settle` of all layers of one cache, which hold the same numbers of everything; tokens of a layer.
+
+    As many of them at once as a bounded amount of memory allows: a layer alone is so little work that a GPU would wait
+    for its launches.
+    """
+    first = sequences[0]
+    n, last = first._due, first.parts[-1].records.n_tokens if first.parts else 0
+    if not n or first.open is None:
+        return 0
+    each = 4 * first.open[0][..., 0, :].numel() * (n + min(last, first.growth.epoch))
+    # a long prompt's records would be copied for the sake of their last thousand
+    at_once = max(1, AT_ONCE_BYTES // each) if last <= 2 * first.growth.epoch else 1
+    for begin in range(0, len(sequences), at_once):
+        _settle_together(sequences[begin : begin + at_once])
+    return n
+
+
+def _settle_together(sequences: Sequence[CodedSequence]) -> None:
+    """Layers as if they were sequences of a batch."""
+    first, n_parts = sequences[0], len(sequences[0].parts)
+    if len(sequences) == 1:
+        first.settle()
+        return
+    all_ = CodedSequence(first.layout, first.growth, first.rotary)
+    last = [joined_layers([s.parts[-1] for s in sequences])] if n_parts else []
+    all_.parts, all_.offsets = [*first.parts[:-1], *last], list(first.offsets)
+    runs = [s.open for s in sequences if s.open is not None]
+    all_.open = torch.cat([r[0] for r in runs]), torch.cat([r[1] for r in runs])
+    all_._energy, all_._window = _joined([s._energy for s in sequences]), _joined([s._window for s in sequences])
+    all_.settle()
+    rows = runs[0][0].shape[0]
+    for i, sequence in enumerate(sequences):
+        mine = slice(i * rows, (i + 1) * rows)
+        for number in range(max(0, n_parts - 1), len(all_.parts)):
+            part = all_.parts[number]
+            if number >= n_parts:
+                sequence.parts.append(_of_layer(part, _rows_of(part.tables, mine), mine))
+            elif part is not last[0]:
+                sequence.parts[number] = _of_layer(part, sequence.parts[number].tables, mine)
+        sequence.offsets = list(all_.offsets)
+        sequence.open = all_.open[0][mine], all_.open[1][mine]
+
+
+def _joined(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    there = [t for t in tensors if t is not None]
+    return torch.cat(there) if there else None
+
+
+def joined_layers(parts: Sequence[Part]) -> Part:
+    """Parts [B, Hkv, ..] of several layers, which are alike in everything, as one [layers * B, Hkv, ..]."""
+
+    def joined(kind: type[Records] | type[Tables], of: Sequence[Any]) -> Any:
+        return kind(*(torch.cat([getattr(x, f.name) for x in of]) for f in fields(kind)))
+
+    whole = (torch.cat([getattr(p, name) for p in parts]) for name in ("exact", "keys", "values"))
+    return Part(joined(Records, [p.records for p in parts]), joined(Tables, [p.tables for p in parts]), *whole)
+
+
+def _of_layer(part: Part, tables: Tables, rows: slice) -> Part:
+    """The rows of one layer, as views."""
+    return Part(_rows_of(part.records, rows), tables, part.exact[rows], part.keys[rows], part.values[rows])
+
+
+def _rows_of(bundle: Bundle, rows: slice) -> Bundle:
+    return type(bundle)(*(getattr(bundle, f.name)[rows] for f in fields(bundle)))

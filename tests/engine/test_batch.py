@@ -73,7 +73,7 @@ def serve(open_llm: Callable[..., LLM]) -> Iterator[Callable[..., Engine]]:
         engine.llm.close()
 
     def get(
-        pages: int = 64, *, chunk_tokens: int = 128, choices: dict[str, Any] | None = None, **limits: Any
+        pages: int = 64, *, chunk_tokens: int | None = 128, choices: dict[str, Any] | None = None, **limits: Any
     ) -> Engine:
         while made:  # a model has one attention at a time
             close(made.pop())
@@ -332,6 +332,10 @@ class TestFormsOfTheirOwn:
         """The same for the library, in the parts that the engine makes of a prompt."""
         own = forms.cached(request.policy, torch.float32)
         return replace(request, policy=replace(request.policy, chunk_tokens=128)) if own else request
+
+
+def test_parts_of_prompts_are_as_long_as_suits_the_device(serve: Callable[..., Engine]) -> None:
+    assert serve(chunk_tokens=None).chunk_tokens == 512 and serve(chunk_tokens=64).chunk_tokens == 64
 
 
 class TestReuse:

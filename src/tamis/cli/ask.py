@@ -47,7 +47,7 @@ def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
     docs: Annotated[list[str], typer.Option("--docs", "-d", help="Files, folders or globs; may be repeated.")],
     model: Model = "smollm2",
-    prefill: Annotated[str, typer.Option(help="dense, sift, blocks, reuse, blend or prefix.")] = "sift",
+    prefill: Annotated[str, typer.Option(help="dense, sift, blocks, forecast, reuse, blend or prefix.")] = "sift",
     selector: Annotated[str, typer.Option(help="How sift chooses tiles: sampled, threshold, stored, …")] = "sampled",
     mass: Annotated[float, typer.Option(help="Share of the attention that sampled and oracle keep.")] = 0.9,
     min_tokens: Annotated[int | None, typer.Option(help="Prompt length from which sift is used.")] = None,

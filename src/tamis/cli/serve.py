@@ -11,7 +11,6 @@ import typer
 from tamis.cli.options import (
     AcceptBlock,
     Adapter,
-    ChunkTokens,
     Device,
     Dtype,
     Forecast,
@@ -40,7 +39,7 @@ def serve(
     new_key: Annotated[str | None, typer.Option(help="Add a key of this name to the file, print it, and end.")] = None,
     key_limit: Annotated[int | None, typer.Option(min=1, help="With --new-key: its requests at once.")] = None,
     store: Store = None,
-    prefill: Annotated[str, typer.Option(help="dense, sift, reuse, blend or prefix.")] = "prefix",
+    prefill: Annotated[str, typer.Option(help="dense, sift, blocks, forecast, reuse, blend or prefix.")] = "prefix",
     recompute: Recompute = 0.15,
     accept_block_attention: AcceptBlock = False,
     cache_gb: Annotated[float | None, typer.Option(min=0, help="GB for keys and values. Default: a share.")] = None,
@@ -48,7 +47,12 @@ def serve(
     max_running: Annotated[int, typer.Option(min=1, help="Requests in one step.")] = 32,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused.")] = 256,
     step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one step, at most.")] = 1024,
-    chunk_tokens: ChunkTokens = 512,
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of a part of a prompt, between steps of others. Default: 512; 2,048 on a GPU."
+        ),
+    ] = None,
     exact: Annotated[
         bool, typer.Option(help="On a CPU: logits independent of other requests to the last bit; slower when alone.")
     ] = True,
@@ -89,7 +93,7 @@ def serve(
     limits = Limits(max_running=max_running, max_waiting=max_queue, step_tokens=step_tokens)
     loaded = apart(lambda: load(model, device, dtype, yarn, **choices, **cache))
     with loaded as llm, apart(lambda: llm.corpus(folder)) as base:
-        ground = Ground(folder, base, limits, chunk_tokens or 512, exact, graphs)
+        ground = Ground(folder, base, limits, chunk_tokens, exact, graphs)
         _run(llm, Address(host, port), ground, settings, keys, json=json)
 
 
@@ -116,7 +120,7 @@ class Ground(NamedTuple):
     folder: Path | None
     base: KnowledgeBase
     limits: Limits
-    chunk_tokens: int
+    chunk_tokens: int | None
     exact: bool
     graphs: bool
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tamis.engine.llm import LLM
 
 log = logger("engine")
-CHUNK_TOKENS = 512  # of a part of a prompt
+CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}  # of a part of a prompt; a GPU waits for the launches of smaller ones
 T = TypeVar("T")
 
 
@@ -51,7 +51,8 @@ class EngineStatistics:
 class Engine:
     """Serves an `LLM` to many. Use it in a `with` block, or `close` it; the LLM stays open.
 
-    chunk_tokens: prompts are computed in parts of at most so many tokens between steps of the others.
+    chunk_tokens: prompts are computed in parts of at most so many tokens between steps of the others; None: 512, on a
+        GPU 2,048.
     exact: on a CPU in float32, a request's logits do not depend on the others to the last bit.
     graphs: decode steps on a GPU are recorded and replayed.
     """
@@ -61,14 +62,16 @@ class Engine:
         llm: LLM,
         limits: Limits | None = None,
         *,
-        chunk_tokens: int = CHUNK_TOKENS,
+        chunk_tokens: int | None = None,
         exact: bool = True,
         graphs: bool = True,
     ) -> None:
-        self.llm, self.chunk_tokens = llm, chunk_tokens
+        self.llm = llm
         self.grammars = Grammars(llm.tokenizer, llm.runner.model.config.vocab_size, llm.stop_tokens)
         self.reuse = apart(llm.reuse_engine)
         self.pool = self.reuse.store.pool
+        usual = CHUNK_TOKENS.get(self.pool.keys.device.type, CHUNK_TOKENS["cuda"])
+        self.chunk_tokens = usual if chunk_tokens is None else chunk_tokens
         limits = limits or Limits(page_tokens=self.pool.page)
         if limits.page_tokens != self.pool.page:
             raise InvalidInput(f"page_tokens is {limits.page_tokens}; pages have {self.pool.page} here.")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from transformers import masking_utils
 
 from tamis.engine.llm import LLM
 from tamis.engine.sampling import Sampling
@@ -93,3 +95,33 @@ def test_a_failed_chunk_leaves_nothing_behind(small: LLM, documents: list[str]) 
         small.prefill(prompt, chunk_tokens=192)
     hook.remove()
     assert small.runner.switch.job is None and torch.equal(small.prefill(prompt).logits, wanted)
+
+
+@pytest.mark.parametrize(
+    "choices", [{"selector": "none"}, {"prefill": "blocks", "prefill_blocks": 4, "decode_local": 1}]
+)
+def test_no_mask_is_made_for_a_sparse_chunk(
+    small: LLM, documents: list[str], choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be as long as all tokens so far, for each row."""
+    prompt = prompt_of(small, documents)
+    wanted = small.prefill(prompt, **choices).logits
+    made: list[Any] = []
+    make = masking_utils.sdpa_mask
+    monkeypatch.setattr(masking_utils, "sdpa_mask", lambda *a, **k: made.append(make(*a, **k)) or made[-1])
+    parts = small.prefill(prompt, chunk_tokens=192, **choices)
+    assert parts.report.chunks > 2 and not parts.report.fallbacks and not made
+    torch.testing.assert_close(parts.logits, wanted, rtol=1e-3, atol=1e-3)
+    dense = small.prefill(prompt, prefill="dense", chunk_tokens=192)
+    assert any(mask is not None for mask in made) and dense.report.used == "dense"
+
+
+def test_a_sparse_chunk_that_no_job_takes_is_an_error(
+    small: LLM, documents: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a mask its rows would see what comes behind them."""
+    monkeypatch.setattr(small.runner.switch, "takes", lambda *_: False)
+    with pytest.raises(RuntimeError, match="has no mask and no job"):
+        small.prefill(prompt_of(small, documents), selector="all", chunk_tokens=192)
+    monkeypatch.undo()
+    assert small.prefill(prompt_of(small, documents), chunk_tokens=192).report.used == "sift"

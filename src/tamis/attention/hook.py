@@ -19,7 +19,9 @@ from tamis.core.errors import InvalidInput, ModelUnsupported
 
 NAME = "tamis"
 MASK_ROWS = 256  # rows of a mask that are compared at once
-_PACKED: ContextVar[int] = ContextVar("tokens of the packed pass that is running", default=0)
+_UNMASKED: ContextVar[tuple[int, int]] = ContextVar(
+    "rows and keys of the pass that is made without a mask", default=(0, 0)
+)
 
 
 class Job(Protocol):
@@ -103,7 +105,7 @@ class Switch:
             reason = f"{end} tokens where the plan has {self.n_tokens}"
         elif self.borders and not {end - n, end} <= self.borders:
             reason = "chunked prefill: a chunk that begins or ends inside a tile is computed dense"
-        elif mask is None and 1 < n < end:
+        elif mask is None and 1 < n < end and _UNMASKED.get() != (n, end):
             reason = "chunked prefill: rows of a chunk in a cache with room for more are computed dense"
         elif mask is not None and not (n < end and self._plain(mask, n, end)):
             reason = "an attention mask hides tokens (padding): a sparse prefill attends to all before a row"
@@ -136,18 +138,35 @@ def packed_pass(n_tokens: int) -> Iterator[None]:
 
     transformers sees the positions restart and would make one. Use it together with `Switch.running`.
     """
-    token = _PACKED.set(n_tokens)
+    with _without_mask(n_tokens, n_tokens):
+        yield
+
+
+@contextmanager
+def chunk_pass(begin: int, end: int) -> Iterator[None]:
+    """For a pass over tokens [begin, end) of one prompt, the others before it, whose job takes all its layers: no mask
+    [end - begin, end] is made for it, nor looked at. A layer that the job does not take raises RuntimeError.
+
+    Use it together with `Switch.running`.
+    """
+    with _without_mask(end - begin, end):
+        yield
+
+
+@contextmanager
+def _without_mask(rows: int, keys: int) -> Iterator[None]:
+    token = _UNMASKED.set((rows, keys))
     try:
         yield
     finally:
-        _PACKED.reset(token)
+        _UNMASKED.reset(token)
 
 
 def mask_of_pass(batch_size: int, q_length: int, kv_length: int, **options: Any) -> torch.Tensor | None:
-    """transformers' mask for SDPA, or None for the pass that `packed_pass` announced."""
+    """transformers' mask for SDPA, or None for the pass that `packed_pass` or `chunk_pass` announced."""
     from transformers.masking_utils import sdpa_mask
 
-    announced = batch_size == 1 and q_length == kv_length == _PACKED.get()
+    announced = batch_size == 1 and (q_length, kv_length) == _UNMASKED.get()
     if announced and options.get("attention_mask") is None:
         return None
     mask: torch.Tensor | None = sdpa_mask(batch_size, q_length, kv_length, **options)
@@ -208,6 +227,9 @@ def attention_forward(
     else:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+        rows, keys = query.shape[2], key.shape[2]
+        if attention_mask is None and rows < keys and (rows, keys) == _UNMASKED.get():
+            raise RuntimeError(f"a chunk of {rows} tokens of {keys} has no mask and no job: {switch.refused}")
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale, **kwargs)
     if decode is not None:
         decode.observe(module.layer_idx, query)

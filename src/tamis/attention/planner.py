@@ -14,12 +14,13 @@ import torch
 from tamis.attention.block_choices import FusedChoice
 from tamis.attention.block_prefill import BlockPrefill
 from tamis.attention.fused import FusedForecast
-from tamis.attention.hook import Switch
+from tamis.attention.hook import Switch, chunk_pass
 from tamis.attention.offline import Indexer, Progress
 from tamis.attention.policy import BLOCKS, PAGED, Policy
 from tamis.attention.prefill import SparsePrefill
 from tamis.attention.report import PrefillReport
 from tamis.core.errors import InvalidInput
+from tamis.kernels.blocks import BlockRule
 from tamis.kernels.lists import Tiling
 from tamis.prompt.segments import Prompt
 from tamis.select.scene import DocumentBits, Scene
@@ -62,6 +63,10 @@ class Plan:
             if n > before.get(reason, 0):
                 what = "layers" if len(self.chunks) == 1 else "layers of chunks"
                 self.fallbacks.append(f"{n - before.get(reason, 0)} {what} dense: {reason}")
+
+    def passing(self, begin: int, end: int) -> AbstractContextManager[None]:
+        """Around the pass over tokens [begin, end), one of `chunks`, inside `running`."""
+        return nullcontext() if self.job is None else chunk_pass(begin, end)
 
     def report(self) -> PrefillReport:
         """What was done; call it after the pass."""
@@ -123,7 +128,8 @@ def plan_prefill(
             "Tamis's attention takes 'dense', 'sift' and 'blocks'."
         )
     device = next(model.parameters()).device
-    reason = dense_reason(prompt, policy, device)
+    trained = forecast.forecast.info.rule if forecast is not None and policy.prefill == "forecast" else None
+    reason = dense_reason(prompt, policy, device, trained)
     chunks = chunks_of(prompt, policy)
     if policy.prefill == "dense" or reason:
         return Plan(prompt, policy, None, reason, chunks=chunks)
@@ -150,11 +156,10 @@ def _by_blocks(
     prompt: Prompt, policy: Policy, chunks: tuple[tuple[int, int], ...], forecast: FusedForecast | None
 ) -> Plan:
     if policy.prefill == "blocks":
-        return Plan(prompt, policy, BlockPrefill.of(policy.prefill_rule), chunks=chunks)
+        return Plan(prompt, policy, BlockPrefill.of(policy.prefill_rule()), chunks=chunks)
     assert forecast is not None, "`caching.check_form` refuses it"
-    asked = policy.prefill_rule
-    rule = replace(forecast.forecast.info.rule, **{n: getattr(asked, n) for n in ("top", "local", "together")})
-    job = BlockPrefill.of(replace(rule, dense_tokens=0), FusedChoice(rule, forecast, prompt=True))
+    rule = policy.prefill_rule(forecast.forecast.info.rule)
+    job = BlockPrefill.of(rule, FusedChoice(rule, forecast, prompt=True))
     return Plan(prompt, policy, job, chunks=chunks, around=forecast.running)
 
 
@@ -180,13 +185,13 @@ def chunk_ranges(tiling: Tiling, chunk_tokens: int | None) -> tuple[tuple[int, i
     return tuple(ranges)
 
 
-def dense_reason(prompt: Prompt, policy: Policy, device: torch.device) -> str:
-    """Why a sparse prefill cannot win on this prompt; "" if it can."""
+def dense_reason(prompt: Prompt, policy: Policy, device: torch.device, trained: BlockRule | None = None) -> str:
+    """Why a sparse prefill cannot win on this prompt; "" if it can. trained: see `Policy.prefill_rule`."""
     if policy.prefill == "dense":
         return ""
     n = len(prompt.tokens)
     if policy.prefill in BLOCKS:
-        rule = policy.prefill_rule
+        rule = policy.prefill_rule(trained)
         least = rule.top * rule.block if policy.min_tokens is None else policy.min_tokens
         return f"the prompt has {n} tokens, and blocks are chosen above {least}" if n <= least else ""
     least = policy.crossover_tokens(device.type)

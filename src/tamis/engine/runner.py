@@ -167,7 +167,7 @@ class Runner:
             ids = torch.tensor([prompt.tokens], device=next(self.model.parameters()).device)
             for first, end in plan.chunks:
                 part = ids[:, first:end]
-                with decoding.running(self.switch, step=False):
+                with decoding.running(self.switch, step=False), plan.passing(first, end):
                     logits = self.model(part, **{self._cache: cache}, use_cache=True, logits_to_keep=1).logits[0, -1]
             if logits.is_cuda:
                 torch.cuda.synchronize()

@@ -126,3 +126,13 @@ def test_the_count_for_every_shape(tmp_path: Path) -> None:
     assert found["llama-3.1-8b"]["added"] == 4 * published["added"] and 0.0166 < found["llama-3.1-8b"]["share"] < 0.0168
     assert found["qwen2.5-14b"]["added"] == 48 * 1024 * (5120 + 1), "its queries have a bias, so has the forecast"
     assert "added_parameters_share" in (tmp_path / "r" / "forecast.csv").read_text()
+
+
+def test_measured_without_training(tamis: Run, model_folder: str, data: list[str], tmp_path: Path) -> None:
+    """The weights that a training begins with, on texts of which it has seen none."""
+    given = ["--tokens", 600, "--texts", 1, "--rows", 16, "--generated", 4, "--top", 4, "--local", 1]
+    ran = tamis("eval", "forecast", "--model", model_folder, *data, *given, "--results", tmp_path, "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["forecast"] is None and ran.json["steps"] == 0 and ran.json["texts"] == 1
+    assert 0 < ran.json["prefill"]["forecast"]["recall"] <= 1
+    assert "/untrained/" in (tmp_path / "forecast.csv").read_text()

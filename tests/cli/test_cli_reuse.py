@@ -45,3 +45,15 @@ def test_plain_reuse_needs_consent(ask: Run) -> None:
 def test_compare_names_what_it_compares(ask: Run) -> None:
     ran = ask("--prefill", "blend", "--compare")
     assert ran.code == 0 and "\nblend: " in ran.out and "speed-up" in ran.out
+
+
+def test_quality_without_a_question_set(tamis: Run, model_folder: str, tmp_path: Path) -> None:
+    """A needle in the built-in text; a variant that leaves an option out is on its rule's curve."""
+    variants = "dense,reuse,blend:recompute=0.3,blend:blend=cacheblend"
+    ran = tamis("eval", "reuse", "--model", model_folder, "--variants", variants, "--results", tmp_path, "--json")
+    assert ran.code == 0, ran.err
+    (group,) = ran.json["tasks"]
+    assert group == "needle/512/0.5" and set(ran.json["tasks"][group]["reuse"]) >= {"kl", "agreement", "match_part"}
+    curves = ran.json["curves"][group]
+    assert curves["attention"][0]["asked"] == 0.3 and curves["cacheblend"][0]["asked"] == 0.15
+    assert ran.json["complete"] and (tmp_path / "reuse_quality.csv").is_file()

@@ -15,17 +15,24 @@ from tamis.core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from tamis.eval.forecast import Found
+    from tamis.forecast.heads import Forecast
+    from tamis.model.source import LoadedModel
 
 app = typer.Typer()
 
 
 @app.command("forecast")
 def forecast(
-    folder: Annotated[str, typer.Option("--forecast", help="Folder that tamis train forecast wrote.")],
+    folder: Annotated[
+        str | None,
+        typer.Option("--forecast", help="Folder that tamis train forecast wrote. Default: the weights it starts with."),
+    ] = None,
     data: Data = None,
     model: Model = "smollm2",
     tokens: Annotated[int, typer.Option(min=64, help="Length of a text and what is generated behind it.")] = 8192,
-    texts: Annotated[int, typer.Option(min=1, help="Texts, all of them kept out of training.")] = 4,
+    texts: Annotated[
+        int | None, typer.Option(min=1, help="Texts, all of them kept out of training. Default: 4; 1 on a CPU.")
+    ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of a text that are judged.")] = 128,
     generated: Annotated[
         int, typer.Option(min=0, help="Tokens made behind a text, judged as decode rows; 0 for none.")
@@ -55,19 +62,20 @@ def forecast(
 
     if generated >= tokens:
         raise InvalidInput(f"generated is {generated} of {tokens} tokens; give fewer, for a text must stand before.")
-    info = Forecast.read(folder).info
-    if not info.holdout:
+    if folder is not None and not Forecast.read(folder).info.holdout:
         raise InvalidInput(f"{folder} was trained with holdout 0: no text was kept out of it. Train one with more.")
     pieces, names = texts_of(data or [])
-    rule = rule_of(top, local, None, info.rule)
     loaded = load_model(model, device=device, dtype=dtype, yarn=yarn, on_convert=converting)
-    heads = Forecast.load(folder, loaded.model, loaded.tokenizer)
+    heads = Forecast.load(folder, loaded.model, loaded.tokenizer) if folder is not None else _untrained(loaded)
+    info = heads.info
+    rule = rule_of(top, local, None, info.rule)
     kept = Sequences(loaded.tokenizer, Texts.split(pieces, names, info.holdout).kept, tokens - generated)
-    some = [kept.get(i) for i in range(min(texts, len(kept)))]
+    some = [kept.get(i) for i in range(min(texts or (1 if loaded.device.type == "cpu" else 4), len(kept)))]
     with progress("texts") as step:
         found = eval_forecast(loaded, heads, some, Plan(rule, rows=rows, generated=generated), note=step)
     dtype_name = str(loaded.model.dtype).removeprefix("torch.")
-    case = f"{loaded.name}/{dtype_name}/{'+'.join(names)}/{tokens}/top-{rule.top}"
+    untrained = "" if folder is not None else "/untrained"
+    case = f"{loaded.name}/{dtype_name}/{'+'.join(names)}/{tokens}/top-{rule.top}{untrained}"
     table = [Row.of(f"{case}/{w}", p, metric, values, unit=unit) for w, p, metric, values, unit in found.rows()]
     kept_in = record(table, "forecast", results)
     if json:
@@ -75,6 +83,20 @@ def forecast(
         print(jsonlib.dumps(shown | {"rule": rule.to_dict(), "results": kept_in, **found.summary()}))
         return
     _show(found)
+
+
+def _untrained(loaded: LoadedModel) -> Forecast:
+    """The weights that training begins with: the layers' own mean queries. No text was seen."""
+    from tamis.attention.layer_inputs import decoder_layers
+    from tamis.forecast.heads import Forecast, ForecastInfo, first_weights
+    from tamis.kernels.blocks import BlockRule
+    from tamis.model.adapter_info import base_of
+    from tamis.model.family import geometry
+
+    shape, model = geometry(loaded.model.config), loaded.model
+    weight, bias = first_weights(decoder_layers(model), shape.n_kv_heads, shape.head_dim, start="query")
+    info = ForecastInfo(base_of(model, loaded.tokenizer), loaded.name, BlockRule(), holdout=1.0)
+    return Forecast(weight, bias, shape.n_kv_heads, info).to(loaded.device)
 
 
 def _show(found: Found) -> None:

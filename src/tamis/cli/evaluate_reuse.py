@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tamis.cli.bench import Results, record
-from tamis.cli.evaluate_answers import rows_of
+from tamis.cli.evaluate_answers import rows_of, tasks_of
 from tamis.cli.options import Device, Dtype, Json, Model, Yarn, load, progress
 from tamis.core.errors import InvalidInput
 
@@ -17,16 +17,23 @@ if TYPE_CHECKING:
     from tamis.eval.answers import Answers
 
 app = typer.Typer()
+NEEDLE_TOKENS, NEEDLE_ANSWER = 512, 8
 SHOWN = ("kl", "kl_own", "agreement", "f1", "em", "recomputed")
 
 
 @app.command()
 def reuse(
-    data: Annotated[list[str], typer.Option("--data", help="Question sets, or folders of them. May be repeated.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", help="Question sets, or folders of them. May be repeated. Default: built-in needles."),
+    ] = None,
     model: Model = "smollm2",
-    limit: Annotated[int, typer.Option(min=1, help="Questions per set.")] = 100,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Questions per set. Default: 100; 1 needle, in the middle of its prompt.")
+    ] = None,
     fill: Annotated[
-        int | None, typer.Option(min=64, help="Fill prompts to so many tokens with other questions' passages.")
+        int | None,
+        typer.Option(min=64, help="Fill prompts to so many tokens with other questions' passages. Needles: 512."),
     ] = None,
     shares: Annotated[str, typer.Option(help="Shares of tokens that blend recomputes.")] = "0.05,0.1,0.16,0.3",
     rules: Annotated[str | None, typer.Option(help="Rules of blend, comma-separated. Default: all.")] = None,
@@ -56,13 +63,19 @@ def reuse(
 
     names = variant_names(variants) if variants is not None else _variants(shares, rules, adapter is not None)
     info = AdapterInfo.read(adapter) if adapter else None
-    files = question_files(data)
+    files = question_files(data) if data else []
     with ExitStack() as stack:
         llm = stack.enter_context(load(model, device, dtype, yarn))
         if info is not None:
             info.check(llm.runner.model, llm.tokenizer)
         adapted = stack.enter_context(load(model, device, dtype, yarn, adapter=adapter)) if adapter else None
-        tasks, left_out = reuse_tasks(files, limit, None if fill is None else Fill(llm.template, fill), info)
+        if files:
+            tasks, left_out = reuse_tasks(files, limit or 100, None if fill is None else Fill(llm.template, fill), info)
+        else:
+            lengths, left_out = [fill or NEEDLE_TOKENS], 0
+            every = tasks_of(llm, ["needle"], [], [], limit=limit or 1, lengths=lengths, seed=0, fill=None)
+            tasks = [task for task in every if task.name.endswith("/0.5")]
+            answer_tokens = answer_tokens or NEEDLE_ANSWER
         settings = settings_of(llm) | {"adapter": adapted.spec(adapted.policy).digest.hex() if adapted else None}
         options = {"log": Log(Path(log) if log else None, settings), "deadline_s": deadline_s, "adapted": adapted}
         step = stack.enter_context(progress("questions"))

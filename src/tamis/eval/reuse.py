@@ -68,7 +68,9 @@ def curve(found: Answers, group: str) -> dict[str, list[dict[str, Any]]]:
         if kind != "blend" or (variant, "kl") not in of:
             continue
         kl, done = of[variant, "kl"].mean, of.get((variant, "recomputed"))
-        share = float(given["recompute"])
+        share = float(given.get("recompute", Policy.recompute))
         point = {"asked": share, "done": done.mean.mean if done else share}
-        points.setdefault(given["blend"], []).append(point | {"kl": kl.mean, "kl_ci95": [kl.low, kl.high], "n": kl.n})
+        points.setdefault(given.get("blend", Policy.blend), []).append(
+            point | {"kl": kl.mean, "kl_ci95": [kl.low, kl.high], "n": kl.n}
+        )
     return {rule: sorted(row, key=lambda p: p["done"]) for rule, row in points.items()}

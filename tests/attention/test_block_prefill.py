@@ -108,6 +108,14 @@ class TestTogether:
         assert [r.stop for r in row_chunks(200, 4 * 200, 16)] == [48, 96, 144, 192, 200]
         torch.testing.assert_close(logits(model, BlockPrefill.of(rule)), whole)
 
+    def test_rows_are_cut_between_choices_wherever_they_begin(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rule, draw = replace(RULE, together=8), torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(heads, n, 64, generator=draw) for heads, n in ((4, 167), (2, 200), (2, 200)))
+        whole, _ = BlockPrefill.of(rule).attend(0, q, k, v, 0.3)
+        monkeypatch.setattr(block_prefill, "CHUNK_BYTES", 1)
+        assert [r.stop for r in row_chunks(40, 4 * 200, 16, 1)] == [15, 31, 40]
+        torch.testing.assert_close(BlockPrefill.of(rule).attend(0, q, k, v, 0.3)[0], whole)
+
     def test_a_choice_is_that_of_the_sum(self) -> None:
         draw, rule = torch.Generator().manual_seed(0), replace(RULE, together=4)
         cells = torch.rand(2, 11, 40, generator=draw)

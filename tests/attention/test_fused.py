@@ -74,6 +74,22 @@ def test_the_forecast_is_the_rows_product(model: Any) -> None:
     fused.close()
 
 
+def test_of_a_prompt_on_a_model_that_scales_what_it_turns(tiny_model: Callable[..., Any]) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}
+    model = tiny_model("llama", num_hidden_layers=3, rope_parameters=yarn)
+    forecast, rotary = forecast_of(model), Rotary.of(model)
+    x, at = torch.randn(1, 9, 256), torch.arange(40, 49)
+    fused = FusedForecast(model, forecast)
+    for n, read in ((9, fused.queries), (1, fused.query)):
+        with torch.no_grad(), fused.running():
+            projected(model, x[:, :n])
+            for layer in range(3):
+                wanted = forecast.query(layer, x[0, :n], at[:n], rotary)
+                torch.testing.assert_close(read(layer, at[:n]), wanted, rtol=1e-4, atol=1e-4)
+    fused.close()
+    assert rotary.scaling > 1
+
+
 def test_nothing_is_left_behind(model: Any) -> None:
     before = {name: t.clone() for name, t in model.state_dict().items()}
     parameters = dict(model.named_parameters())

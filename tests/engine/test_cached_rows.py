@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from tamis.attention import decode_seats
+from tamis.attention import decode_bank, decode_seats
 from tamis.attention.decode import Decoding
-from tamis.attention.decode_bank import Bank, Seat
+from tamis.attention.decode_bank import Bank, Kind, Seat
 from tamis.attention.policy import Policy
 from tamis.cache.selfindex import sequence as sequences
 from tamis.cache.selfindex.keep import Keep
@@ -72,7 +72,7 @@ class Scene:
     def step(self, *members: CachedMember, bad: tuple[CachedMember, ...] = ()) -> dict[int, Exception]:
         """One step of all; those but `bad` must have succeeded, and be as alone."""
         logits, failed = self.batch.step(members)
-        assert [members[i] for i in sorted(failed)] == list(bad)
+        assert [members[i] for i in sorted(failed)] == list(bad) and bool(logits.isfinite().all())
         for i, member in enumerate(members):
             if member in bad:
                 continue
@@ -184,10 +184,13 @@ class TestAsAlone:
     def test_beside_other_forms(self, scene: Callable[..., Scene]) -> None:
         here = scene()
         members = [here.member(90, Policy(kv="selfindex")), here.member(150), here.member(60, Policy(kv="bf16"))]
+        reports = []
         for _ in range(4):
             here.step(*members)
-        report = members[1].decode_report
-        assert report is not None and report.kernel == "cpu" and report.compress_s > 0
+            reports.append(members[1].decode_report)
+        first, last = reports[0], reports[-1]
+        assert first is not None and last is not None and last.kernel == "cpu"
+        assert last.compress_s == first.compress_s > 0, "compressed once"
         here.check()
 
     def test_parked_alone_and_back(self, scene: Callable[..., Scene]) -> None:
@@ -227,6 +230,20 @@ class TestAsAlone:
         assert sat == [a.seat, b.seat, a.seat]
         here.check()
 
+    def test_more_parts_than_a_row_has_at_most(
+        self, scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sequences, "Growth", lambda: replace(SMALL, epoch=16))
+        monkeypatch.setattr(decode_bank, "MOST_PARTS", 4)
+        monkeypatch.setattr(decode_bank, "EPOCH", 512)
+        here = scene()
+        a = here.member(143)
+        for _ in range(90):
+            here.step(a)
+        assert len(_parts(a)) == 7 and a.seat is not None and a.seat.bank is not None
+        assert a.seat.bank.kind.parts == 8
+        here.check()
+
 
 class TestRows:
     def test_who_comes_or_goes_leaves_the_others(self, scene: Callable[..., Scene], sat: list[Seat]) -> None:
@@ -256,8 +273,25 @@ class TestRows:
         large.close()
         more = [here.member(2100 + i) for i in range(2)]
         here.step(small, *more)
-        here.step(small, more[0], here.member(151))
+        last = here.member(151)
+        here.step(small, more[0], last)
+        assert last.seat is not None and last.seat.bank is not None and last.seat.bank.kind.slots == 2048
         assert sorted(bank.kind.slots for bank in here.batch.seating.banks) == [2048, 4096]
+
+    def test_a_bank_has_room_for_the_largest_budget(self, scene: Callable[..., Scene]) -> None:
+        here = scene()
+        a, b = here.member(150, MORE), here.member(151, NONE)
+        here.step(a)
+        here.step(a, b)
+        assert a.seat is not None and b.seat is not None and a.seat.bank is b.seat.bank is not None
+        assert a.seat.bank._most == a.seat.budget.count(sum(a.seat.bank.kind[:4]))
+
+    def test_what_a_bank_holds(self) -> None:
+        kind = Kind(2048, 4, 100, 64, 1, True, SMALL)
+        assert kind._replace(slots=8192).holds(kind) and not kind._replace(slots=12288).holds(kind)
+        less = [{"slots": 1536}, {"parts": 3}, {"exact": 99}, {"open": 63}]
+        other = [{"window": 8}, {"coded": False}, {"growth": replace(SMALL, block=32)}]
+        assert not any(kind._replace(**changes).holds(kind) for changes in (*less, *other))
 
     def test_one_that_cannot_be_compressed_fails_alone(
         self, scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
@@ -282,40 +316,52 @@ class TestRows:
             here.step(a)
         here.check()
 
+    @pytest.mark.parametrize("where", ["made", "sat", "joined"])
     def test_one_for_whom_there_is_no_room_fails_alone(
-        self, scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+        self, scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, where: str
     ) -> None:
         here = scene()
-        members = [here.member(150 + i) for i in range(5)]
-        here.step(*members[:4])
-        make = Bank.__init__
+        *members, last = [here.member(150 + i) for i in range(4 if where == "joined" else 5)]
+        here.step(*members)
+        make, refresh = Bank.__init__, Bank.refresh
 
         def full(self: Bank, kind: Any, rows: int, *args: Any, **kwargs: Any) -> None:
-            if rows == 6:
+            if rows == 6 and where == "made":
                 raise torch.OutOfMemoryError("no memory")
             make(self, kind, rows, *args, **kwargs)
 
+        def sat(self: Bank, seat: Seat) -> None:
+            if seat is last.seat and where != "made":
+                raise torch.OutOfMemoryError("no memory")
+            refresh(self, seat)
+
         monkeypatch.setattr(Bank, "__init__", full)
-        here.step(*members, bad=(members[4],))
-        here.step(*members[:4])
+        monkeypatch.setattr(Bank, "refresh", sat)
+        for _ in range(2):
+            here.step(*members, last, bad=(last,))
+            assert last.seat is not None and last.seat.bank is None
+        here.step(*members)
         here.check()
 
+    @pytest.mark.parametrize("broken", ["prepare", "step"])
     def test_a_launch_that_fails_takes_its_bank(
-        self, scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+        self, scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, broken: str
     ) -> None:
         here = scene()
         a, b, c = here.member(150), here.member(40), here.member(90, Policy(kv="bf16"))
         here.step(a, b, c)
-        step = Bank.step
+        works = getattr(Bank, broken)
 
-        def broken(self: Bank, layer: int, *args: Any) -> None:
-            if layer == 1 and self.kind.coded:
+        def fails(self: Bank, *args: Any) -> None:
+            if self.kind.coded and (broken == "prepare" or args[0] == 1):
                 raise RuntimeError("a launch failed")
-            step(self, layer, *args)
+            works(self, *args)
 
-        monkeypatch.setattr(Bank, "step", broken)
+        monkeypatch.setattr(Bank, broken, fails)
         here.step(a, b, c, bad=(a,))
-        a.close()
+        assert a.seat is not None and a.seat.bank is None
+        d = here.member(150)
+        here.step(d, b, bad=(d,))  # nobody else's rows beside those of banks
         here.step(b, c)
         here.check()
 

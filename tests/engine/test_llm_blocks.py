@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from tamis.attention.block_choices import ForecastChoice
 from tamis.attention.block_prefill import BlockPrefill
 from tamis.attention.layer_inputs import watching
+from tamis.attention.policy import Policy
 from tamis.cache.block_layer import BlockLayer
 from tamis.cache.offload import LayerBlocks
 from tamis.cache.slots import Moves, SlotMap
@@ -291,6 +293,28 @@ class TestPrefill:
         assert parts.report.chunks == 4 and not parts.report.fallbacks
         torch.testing.assert_close(parts.logits, start.logits, rtol=1e-3, atol=1e-3)
         assert not fused._made and not fused.active
+
+    def test_by_a_forecast_of_other_blocks(self, open_llm: Open, loaded: Any, tmp_path: Path) -> None:
+        """What it was trained for counts: the length from which blocks are chosen, and what is read in any case."""
+        trained = BlockRule(top=6, first=2, local=1, block=16, window=8, stride=4)
+        llm = open_llm(forecast=save_forecast(loaded("llama"), tmp_path, trained))
+        few = {"prefill": "forecast", "prefill_blocks": 8}
+        assert "above 128" in llm.prefill(drawn(128), **few).report.reason
+        for local in (1, 4):
+            more = few if local == 1 else few | {"decode_local": local}
+            with watching(llm.runner.model) as seen, torch.inference_mode():
+                fused = llm.runner.caching.forecast
+                rule = replace(trained, top=8, local=local, dense_tokens=0)
+                choose = ForecastChoice(rule, fused.forecast, seen, fused.rotary)
+                with llm.runner.switch.running(BlockPrefill.of(rule, choose), 300):
+                    ids = torch.tensor([drawn(300).tokens])
+                    expected = llm.runner.model(ids, use_cache=False, logits_to_keep=1).logits[0, -1]
+            start = llm.prefill(drawn(300), **more)
+            assert start.report.used == "forecast"
+            torch.testing.assert_close(start.logits, expected, rtol=1e-4, atol=1e-4)
+        for wrong, says in (({"prefill_blocks": 3}, "4 blocks are forced"), ({"prefill_together": 32}, "blocks of 16")):
+            with pytest.raises(InvalidInput, match=f"do not go with this forecast.*{says}"):
+                llm.runner.check(Policy.of(**few | wrong))
 
     def test_none_to_prefill_by(self, open_llm: Open) -> None:
         with pytest.raises(InvalidInput, match=r"prefill='forecast' needs a forecast and none is loaded.*'blocks'"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tamis.core.errors import InvalidInput
+from tamis.integrations.vllm import namespaces
 from tamis.integrations.vllm.client import request, signed_namespace
 from tamis.integrations.vllm.config import Settings
 
@@ -51,6 +52,11 @@ def test_what_is_not_signed_is_refused(settings: Settings, mode: str) -> None:
             asked(settings, mode, **choices)
 
 
+def test_what_is_signed_must_still_be_a_name_of_documents(settings: Settings) -> None:
+    with pytest.raises(InvalidInput, match="a document in namespace 'prefix'"):
+        asked(settings, "reuse", namespace=namespaces.sign(SECRET, "prefix"))
+
+
 def test_any_namespace_is_taken_unless_they_are_signed() -> None:
     any_one = Settings(min_tokens=0, accept_block_attention=True)
     assert asked(any_one, "reuse", namespace="mine").namespace == any_one.signed("mine") == "mine"
@@ -63,7 +69,10 @@ def test_any_namespace_is_taken_unless_they_are_signed() -> None:
         ({"namespaces": "sigend"}, "Did you mean 'signed'"),
         ({"namespaces": "signed"}, "belong together"),
         ({"namespace_secret": "x"}, "belong together"),
-        ({"namespaces": "signed", "namespace_secret": "/nowhere/secret"}, "cannot be read"),
+        *(
+            ({"namespaces": "signed", "namespace_secret": file}, "cannot be read")
+            for file in ("/nowhere/secret", "/", "~nobody-of-that-name/secret", "a\0b")
+        ),
     ],
 )
 def test_settings_that_cannot_be(changes: dict[str, str], says: str) -> None:
@@ -75,6 +84,7 @@ def test_short_secrets_and_names_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"0123456789abcde \n")
     with pytest.raises(InvalidInput, match="15 bytes"):
         Settings(namespaces="signed", namespace_secret=str(tmp_path / "short"))
-    for name in ("prefix/a", "é", "x" * 80):
+    assert len(signed_namespace(SECRET, "x" * 67)) == 100
+    for name in ("prefix/a", "é", "x" * 68, "a\n", "\ud800"):
         with pytest.raises(InvalidInput, match="namespace"):
             signed_namespace(SECRET, name)

@@ -58,7 +58,9 @@ TIES = {
 PREFILL = {
     "own": (150, 0, {}),
     "own, wide keys": (150, 90, {"wide": True}),
+    "own, wide keys that the first rows do not see": (50, 29, {"wide": True}),
     "raw": (150, 61, {"own": False}),
+    "a program's first key ends with the last row": (1032, 1026, {"own": False}),
     "raw, fp16": (100, 30, {"own": False, "dtype": HALF, "dim": 32}),
     "group of 3, fp16": (90, 60, {"heads": (6, 2), "dtype": HALF}),
     "a prompt shorter than a window": (6, 0, {"own": False}),

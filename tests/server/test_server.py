@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from live_server import Live
 
+from tamis.kernels.blocks import BlockRule
 from tiny_forecast import save_forecast
 
 ASK: list[dict[str, str]] = [{"role": "user", "content": "Where is the lamp?"}]
@@ -177,6 +178,17 @@ class TestForecast:
     def test_there_is_none(self, live: Live) -> None:
         made = chat(live, tamis=self.FEW)
         assert made.status_code == 400 and "none is loaded" in made.json()["error"]["message"]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_what_it_cannot_choose(
+        self, serve: Callable[..., Live], loaded: Any, tmp_path: Path, *, stream: bool
+    ) -> None:
+        rule = BlockRule(top=6, local=1, block=16, window=8, stride=4)
+        live = serve(llm={"forecast": save_forecast(loaded, tmp_path, rule)})
+        few = {"prefill": "forecast", "prefill_blocks": 6, "min_tokens": 0}
+        made = chat(live, tamis=few | {"prefill_together": 32}, stream=stream)
+        assert made.status_code == 400 and "blocks of 16" in made.json()["error"]["message"], made.text
+        assert chat(live, tamis=few | {"prefill_together": 16}, max_tokens=2).status_code == 200
 
 
 class TestRefusals:

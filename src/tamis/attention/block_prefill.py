@@ -120,7 +120,7 @@ class BlockPrefill:
         with self.part("selection"):
             pooled, read = Pooled.of(k, rule), torch.zeros((), dtype=torch.int64, device=q.device)
             x, scaled = self.choose.vectors(layer, q, torch.arange(begin, n, device=q.device), scale)
-        for rows in row_chunks(q.shape[1], self._scores_a_row(q, n), rule.block):
+        for rows in row_chunks(q.shape[1], self._scores_a_row(q, k.shape[0], n), rule.block, begin % rule.block):
             first, mine = begin + rows.start, q[:, rows]
             with self.part("selection"):
                 values = ops.prefill_scores(
@@ -134,11 +134,12 @@ class BlockPrefill:
         self._note(layer, read, area, before=k.shape[0] * begin * (begin + 1) // 2)
         return out, None
 
-    def _scores_a_row(self, q: torch.Tensor, n: int) -> int:
+    def _scores_a_row(self, q: torch.Tensor, kv_heads: int, n: int) -> int:
         """float32 numbers, or bytes' worth of them, that a row of a chunk takes."""
         if self.kernel == "reference":
             return q.shape[0] * n  # a mask and scores of every token
-        return max(1, 2 * q.shape[0] * self.rule.n_blocks(n) // self.rule.together)
+        # scores, those that reach into the next block, and a byte: of each KV head; a GPU has four times the room
+        return max(1, kv_heads * self.rule.n_blocks(n) // self.rule.together * 9 // 16)
 
     def go_on(self, before: BlockPrefill) -> None:
         """Count the chunks that another job has done, too."""
@@ -157,12 +158,13 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> to
     )[0]
 
 
-def row_chunks(n_rows: int, scores_a_row: int, whole: int = 1) -> Iterator[slice]:
-    """Slices of rows whose float32 scores fit CHUNK_BYTES, 16 rows at least, and a multiple of `whole` of them."""
+def row_chunks(n_rows: int, scores_a_row: int, whole: int = 1, behind: int = 0) -> Iterator[slice]:
+    """Slices of rows whose float32 scores fit CHUNK_BYTES, 16 rows at least, and a multiple of `whole` of them; the
+    first one lacks the `behind` rows, fewer than `whole`, that come before it."""
     size = max(16, CHUNK_BYTES // (4 * scores_a_row))
     size = -(-size // whole) * whole
-    for begin in range(0, n_rows, size):
-        yield slice(begin, min(begin + size, n_rows))
+    for begin in range(-behind, n_rows, size):
+        yield slice(max(0, begin), min(begin + size, n_rows))
 
 
 def _tokens(chosen: torch.Tensor, first: int, n_rows: int, rule: BlockRule) -> torch.Tensor:

@@ -24,13 +24,15 @@ AnyDecoding = Decoding | BlockDecoding
 
 def check_form(policy: Policy, model: Any, forecast: FusedForecast | None = None) -> None:
     """Raises ModelUnsupported where a model's keys and values cannot be kept in the form that `policy` asks for, and
-    InvalidInput where it asks for a forecast and there is none."""
+    InvalidInput where it asks for a forecast and there is none, or for what that one cannot choose."""
     asks = next((name for name in ("decode", "prefill") if getattr(policy, name) == "forecast"), None)
     if asks is not None and forecast is None:
         raise InvalidInput(
             f"{asks}='forecast' needs a forecast and none is loaded. Give forecast=FOLDER to tamis.LLM or tamis.attach "
             f"(--forecast; `tamis train forecast` makes one), or use {asks}='blocks', which is not trained."
         )
+    if forecast is not None and policy.prefill == "forecast":
+        policy.prefill_rule(forecast.forecast.info.rule)
     if policy.kv_form != "selfindex":
         return
     head_dim = geometry(model.config).head_dim

@@ -21,7 +21,7 @@ from tamis.kernels.selfindex_notes import Notes
 
 BLOCK = 512  # slots that share a part
 LEAST_SLOTS = 2048
-MOST_PARTS = 64
+MOST_PARTS = 64  # of a row, unless its sequence has more
 STACKED_BYTES = 256 << 20  # of records that are put in place at once, of all layers
 EPOCH = 1024  # slots of a part that new tokens make, at least
 
@@ -106,9 +106,9 @@ def kind_of(seat: Seat, least: int = LEAST_SLOTS) -> Kind:
     if not first.parts:
         return Kind(BLOCK, 1, 0, first.settles_at, grow.keep.window, False, grow)
     need = sum(-(-p.records.n_tokens // BLOCK) for p in first.parts) * BLOCK + 2 * BLOCK
-    slots = grown(max(least, need))
+    slots, most = grown(max(least, need)), max(MOST_PARTS, grown(len(first.parts) + 1))
     while True:
-        parts = max(4, min(MOST_PARTS, slots // EPOCH))
+        parts = max(4, min(most, slots // EPOCH))
         exact = grow.keep.first + grow.keep.chosen + slots // grow.block * grow.chosen + parts
         if parts > len(first.parts) and exact >= seat.n_exact + EPOCH // grow.block * grow.chosen:
             return Kind(slots, parts, exact, first.settles_at, 1, True, grow)

@@ -24,6 +24,8 @@ DECODES = ("dense", "selfindex", "blocks", "forecast")
 BLOCKS = ("blocks", "forecast")  # read blocks of keys, see attention/block_decode.py and block_prefill.py
 FORMATS = ("auto", "bf16", "selfindex")
 OFFLOADS = ("none", "host")
+# more than any context has, and counted in 32 bits: one request's number must not stop a step of many
+MOST_TOKENS, MOST_BLOCKS = 1 << 30, 1 << 24
 
 # Prompt length from which a sparse prefill was measured to win, by device type (docs/log.md, "crossover").
 MIN_TOKENS = {"cpu": 4096, "cuda": 8192}
@@ -177,10 +179,10 @@ class Policy:
         return Budget(self.decode_budget, self.decode_least) if self.decode != "dense" else None
 
     def _check_decode(self) -> None:
-        if not 0 <= self.decode_budget <= 1 or self.decode_least < 0:
+        if not 0 <= self.decode_budget <= 1 or not 0 <= self.decode_least <= MOST_TOKENS:
             raise InvalidInput(
                 f"decode_budget is {self.decode_budget}, decode_least {self.decode_least}; give a share of the tokens, "
-                "0 to 1, and a number of them, 0 or more."
+                f"0 to 1, and a number of them, 0 to {MOST_TOKENS}."
             )
         if self.decode == "selfindex" and self.kv == "bf16":
             raise InvalidInput(
@@ -194,30 +196,38 @@ class Policy:
                 "self-indexing form. Use prefill='dense' or 'sift' with it, or kv='auto' and decode='dense'."
             )
 
-    @property
-    def prefill_rule(self) -> BlockRule:
-        """What tokens of a prefill by blocks read."""
-        local = BlockRule.local if self.decode_local is None else self.decode_local
-        return BlockRule(top=self.prefill_blocks, local=local, dense_tokens=0, together=self.prefill_together)
+    def prefill_rule(self, trained: BlockRule | None = None) -> BlockRule:
+        """What tokens of a prefill by blocks read; trained: what the forecast that chooses them was trained for. Raises
+        InvalidInput where that forecast cannot choose so."""
+        rule = BlockRule() if trained is None else trained
+        local = rule.local if self.decode_local is None else self.decode_local
+        asked = {"top": self.prefill_blocks, "local": local, "together": self.prefill_together}
+        try:
+            return replace(rule, dense_tokens=0, **asked)
+        except InvalidInput as e:
+            raise InvalidInput(
+                f"prefill_blocks {self.prefill_blocks}, decode_local {local} and prefill_together "
+                f"{self.prefill_together} do not go with this forecast, which is for blocks of {rule.block} tokens: {e}"
+            ) from e
 
     def _check_blocks(self) -> None:
-        if self.prefill_blocks < 1:
-            raise InvalidInput(f"prefill_blocks is {self.prefill_blocks}; give 1 or more.")
+        if not 1 <= self.prefill_blocks <= MOST_BLOCKS:
+            raise InvalidInput(f"prefill_blocks is {self.prefill_blocks}; give 1 to {MOST_BLOCKS}.")
         if self.prefill_together not in (1, 2, 4, 8, 16, 32):
             raise InvalidInput(f"prefill_together is {self.prefill_together}; give 1, 2, 4, 8, 16 or 32 tokens.")
         if self.decode_stick < 0:
             raise InvalidInput(f"decode_stick is {self.decode_stick}; give 0 (no block is preferred) or more.")
         for name, least in (("decode_local", 0), ("offload_slots", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise InvalidInput(f"{name} is {value}; give {least} or more, or None for the default.")
+            if value is not None and not least <= value <= MOST_BLOCKS:
+                raise InvalidInput(f"{name} is {value}; give {least} to {MOST_BLOCKS}, or None for the default.")
         if self.offload_slots is not None and (self.offload != "host" or self.decode not in BLOCKS):
             raise InvalidInput(
                 f"offload_slots={self.offload_slots} with offload={self.offload!r} and decode={self.decode!r}; slots "
                 "are used by offload='host' with decode='blocks' or 'forecast'. Leave offload_slots out."
             )
         forced = 2 + (BlockRule.local if self.decode_local is None else self.decode_local)
-        if self.prefill in BLOCKS and self.prefill_blocks < forced:
+        if self.prefill == "blocks" and self.prefill_blocks < forced:  # a forecast has a rule of its own
             raise InvalidInput(
                 f"prefill_blocks is {self.prefill_blocks}, and {forced} blocks are read in any case (the first, a "
                 f"token's own, and {forced - 2} before it). Give as many or more, or a smaller decode_local."

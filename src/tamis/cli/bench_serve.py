@@ -28,13 +28,22 @@ Policies = Annotated[str, typer.Option(help="Of dense, sift, reuse, prefix, self
 Trace = Annotated[
     str | None, typer.Option(help="Folder of a RAGPulse or Mooncake trace, or Mooncake's JSONL file. Default: Zipf.")
 ]
-Rate = Annotated[float | None, typer.Option(help="Poisson arrivals a second. Default: the trace's times; Zipf: 1.")]
+Rate = Annotated[
+    float | None, typer.Option(help="Poisson arrivals a second. Default: the trace's times; Zipf: 1, on a CPU 0.5.")
+]
 Speed = Annotated[float, typer.Option(help="A trace's times so many times faster.")]
-Cut = Annotated[int | None, typer.Option(min=1, help="Cut each piece of a prompt to so many tokens.")]
-Output = Annotated[int | None, typer.Option(min=2, help="Tokens of an answer, at most.")]
+Cut = Annotated[
+    int | None, typer.Option(min=1, help="Cut each piece of a prompt to so many tokens. Default: whole; 64 on a CPU.")
+]
+Output = Annotated[
+    int | None, typer.Option(min=2, help="Tokens of an answer, at most. Default: the load's; 16 on a CPU.")
+]
 ServeArgs = Annotated[str, typer.Option("--serve-args", help="More options for the server that is started.")]
 Timeout = Annotated[float, typer.Option(min=1, help="Seconds that a request may take.")]
-Warm = Annotated[int, typer.Option(min=0, help="Before each policy: 1, 2, 4, … and N unmeasured requests at once.")]
+Warm = Annotated[
+    int | None,
+    typer.Option(min=0, help="Before each policy: 1, 2, 4, … and N unmeasured at once. Default: 4; 2 on a CPU."),
+]
 Limit = Annotated[float | None, typer.Option(min=1, help="Seconds of each policy; what is not done by then is cut.")]
 Out = Annotated[Path | None, typer.Option(help="Write the numbers and every time to this JSON file.")]
 Plot = Annotated[Path | None, typer.Option(help="Then draw them into this file (.svg, .png); needs matplotlib.")]
@@ -48,7 +57,9 @@ def serve(
     api_key: Key = "",
     policies: Policies = "dense,sift,reuse,selfindex,all",
     trace: Trace = None,
-    requests: Annotated[int, typer.Option(min=1, help="How many, of each policy.")] = 32,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="How many, of each policy. Default: 32; 6 on a CPU.")
+    ] = None,
     rate: Rate = None,
     speed: Speed = 1.0,
     cut_tokens: Cut = None,
@@ -57,7 +68,7 @@ def serve(
     slo_itl: Annotated[float, typer.Option(help="Seconds between tokens, in an answer's mean, that are good.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Of arrivals and synthetic documents.")] = 0,
     timeout: Timeout = 300.0,
-    warm: Warm = 4,
+    warm: Warm = None,
     limit_s: Limit = None,
     serve_args: ServeArgs = "",
     lone: Lone = False,
@@ -77,12 +88,16 @@ def serve(
     if lone:
         from tamis.cli.bench_serve_lone import lone_table, run_lone
 
-        made = run_lone(model, prompt_tokens, output_tokens or 64, requests, serve_args, kept)
+        made = run_lone(model, prompt_tokens, output_tokens or 64, requests or 32, serve_args, kept)
         print(jsonlib.dumps(made | {"results": kept.file}) if json else lone_table(made))
         return
-    workload = workload_of(trace, speed=speed)
-    pace = Pace(requests, rate if rate or trace else 1.0, cut_tokens, output_tokens, seed)
-    load = Plan(requests_of(workload, pace), waves_of(workload, pace, warm), Slo(slo_ttft, slo_itl), limit_s)
+    workload, usual = workload_of(trace, speed=speed), _usual(url)
+    rate = rate if rate or trace else usual.rate
+    pace = Pace(
+        requests or usual.requests, rate, cut_tokens or usual.cut_tokens, output_tokens or usual.output_tokens, seed
+    )
+    waves = waves_of(workload, pace, usual.warm if warm is None else warm)
+    load = Plan(requests_of(workload, pace), waves, Slo(slo_ttft, slo_itl), limit_s)
     names = [name.strip() for name in policies.split(",") if name.strip()]
     with server_of(model, url, api_key, names, serve_args, timeout=timeout, limit_s=limit_s) as server:
         case = case_of(server.model.removeprefix("shape:"), workload, pace)
@@ -96,6 +111,24 @@ def serve(
         draw(made, plot)
     del made["values"]
     print(jsonlib.dumps(made | {"results": kept.file}) if json else table(made))
+
+
+class Usual(NamedTuple):
+    """What is sent where nothing is said."""
+
+    requests: int = 32
+    rate: float = 1.0
+    cut_tokens: int | None = None
+    output_tokens: int | None = None
+    warm: int = 4
+
+
+def _usual(url: str | None) -> Usual:
+    """Little on a CPU, which takes seconds for a prompt; a server elsewhere may have anything."""
+    from tamis.bench.machine import device_of
+
+    small = url is None and device_of(None).type == "cpu"
+    return Usual(6, 0.5, 64, 16, 2) if small else Usual()
 
 
 class Server(NamedTuple):

@@ -44,7 +44,7 @@ def secret_of(file: str) -> bytes:
     """What stands in the file, blanks around it left out; read once a process. Raises InvalidInput."""
     try:
         secret = Path(file).expanduser().read_bytes().strip()
-    except OSError as e:
+    except (OSError, RuntimeError, ValueError) as e:  # "~" of nobody's home, a path with a zero byte
         raise InvalidInput(f"namespace_secret {file!r} cannot be read ({e}); name a file that vLLM may read.") from e
     sign(secret, "")
     return secret

@@ -19,24 +19,33 @@ if TYPE_CHECKING:
     from tamis.model.source import LoadedModel
 
 app = typer.Typer()
+SMALL_TOP, SMALL_LOCAL = 24, 8
+Folder = Annotated[
+    str | None,
+    typer.Option("--forecast", help="Folder that tamis train forecast wrote. Default: the weights it starts with."),
+]
+Tokens = Annotated[
+    int | None,
+    typer.Option(min=64, help="Length of a text and what is generated behind it. Default: 8,192; 2,048 on a CPU."),
+]
+Judged = Annotated[
+    int | None, typer.Option(min=1, help="Texts, all of them kept out of training. Default: 4; 1 on a CPU.")
+]
+Generated = Annotated[
+    int | None,
+    typer.Option(min=0, help="Tokens made behind a text, judged as decode rows; 0: none. Default: 32; 8 on a CPU."),
+]
 
 
 @app.command("forecast")
 def forecast(
-    folder: Annotated[
-        str | None,
-        typer.Option("--forecast", help="Folder that tamis train forecast wrote. Default: the weights it starts with."),
-    ] = None,
+    folder: Folder = None,
     data: Data = None,
     model: Model = "smollm2",
-    tokens: Annotated[int, typer.Option(min=64, help="Length of a text and what is generated behind it.")] = 8192,
-    texts: Annotated[
-        int | None, typer.Option(min=1, help="Texts, all of them kept out of training. Default: 4; 1 on a CPU.")
-    ] = None,
+    tokens: Tokens = None,
+    texts: Judged = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of a text that are judged.")] = 128,
-    generated: Annotated[
-        int, typer.Option(min=0, help="Tokens made behind a text, judged as decode rows; 0 for none.")
-    ] = 32,
+    generated: Generated = None,
     top: Top = None,
     local: Local = None,
     results: Results = None,
@@ -49,9 +58,11 @@ def forecast(
 
     forecast and infinigen (the layer's own query projection on the previous layer's hidden states) look one layer
     ahead; own is the layer's choice itself. Forced blocks are left out of a recall, and rows that may read everything.
+    On a CPU, where nothing is said of --tokens, --top and --local, little is read: 24 blocks, 8 of them local.
     Each also prefills the text with its blocks only: KL, agreement and density against dense. And each decodes what was
     generated with blocks from host memory: what moved, and what came late; forecast-unfetched copies nothing ahead.
     """
+    from tamis.bench.machine import device_of
     from tamis.bench.results import Row
     from tamis.cli.texts import texts_of
     from tamis.cli.train_forecast import rule_of
@@ -60,6 +71,11 @@ def forecast(
     from tamis.forecast.texts import Sequences, Texts
     from tamis.model.source import load_model
 
+    small = device_of(device).type == "cpu"
+    if small and (tokens, top, local) == (None, None, None):
+        top, local = SMALL_TOP, SMALL_LOCAL
+    tokens = tokens or (2048 if small else 8192)
+    generated = (8 if small else 32) if generated is None else generated
     if generated >= tokens:
         raise InvalidInput(f"generated is {generated} of {tokens} tokens; give fewer, for a text must stand before.")
     if folder is not None and not Forecast.read(folder).info.holdout:
@@ -70,12 +86,11 @@ def forecast(
     info = heads.info
     rule = rule_of(top, local, None, info.rule)
     kept = Sequences(loaded.tokenizer, Texts.split(pieces, names, info.holdout).kept, tokens - generated)
-    some = [kept.get(i) for i in range(min(texts or (1 if loaded.device.type == "cpu" else 4), len(kept)))]
+    some = [kept.get(i) for i in range(min(texts or (1 if small else 4), len(kept)))]
     with progress("texts") as step:
         found = eval_forecast(loaded, heads, some, Plan(rule, rows=rows, generated=generated), note=step)
     dtype_name = str(loaded.model.dtype).removeprefix("torch.")
-    untrained = "" if folder is not None else "/untrained"
-    case = f"{loaded.name}/{dtype_name}/{'+'.join(names)}/{tokens}/top-{rule.top}{untrained}"
+    case = f"{loaded.name}/{dtype_name}/{'+'.join(names)}/{tokens}/top-{rule.top}{'' if folder else '/untrained'}"
     table = [Row.of(f"{case}/{w}", p, metric, values, unit=unit) for w, p, metric, values, unit in found.rows()]
     kept_in = record(table, "forecast", results)
     if json:

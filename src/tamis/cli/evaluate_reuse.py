@@ -18,23 +18,26 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 NEEDLE_TOKENS, NEEDLE_ANSWER = 512, 8
+Data = Annotated[
+    list[str] | None,
+    typer.Option("--data", help="Question sets, or folders of them. May be repeated. Default: built-in needles."),
+]
+PerSet = Annotated[
+    int | None, typer.Option(min=1, help="Questions per set. Default: 100; 1 needle, in the middle of its prompt.")
+]
+Filled = Annotated[
+    int | None,
+    typer.Option(min=64, help="Fill prompts to so many tokens with other questions' passages. Needles: 512."),
+]
 SHOWN = ("kl", "kl_own", "agreement", "f1", "em", "recomputed")
 
 
 @app.command()
 def reuse(
-    data: Annotated[
-        list[str] | None,
-        typer.Option("--data", help="Question sets, or folders of them. May be repeated. Default: built-in needles."),
-    ] = None,
+    data: Data = None,
     model: Model = "smollm2",
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Questions per set. Default: 100; 1 needle, in the middle of its prompt.")
-    ] = None,
-    fill: Annotated[
-        int | None,
-        typer.Option(min=64, help="Fill prompts to so many tokens with other questions' passages. Needles: 512."),
-    ] = None,
+    limit: PerSet = None,
+    fill: Filled = None,
     shares: Annotated[str, typer.Option(help="Shares of tokens that blend recomputes.")] = "0.05,0.1,0.16,0.3",
     rules: Annotated[str | None, typer.Option(help="Rules of blend, comma-separated. Default: all.")] = None,
     variants: Annotated[

@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from tamis.server.settings import ServerSettings
 
 
+Part = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens of a part of a prompt, between steps of others. Default: 512; 2,048 on a GPU."),
+]
+
+
 def serve(
     model: Annotated[str, typer.Argument(help="smollm2, a directory, a .gguf file, or a hub name.")] = "smollm2",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
@@ -47,12 +53,7 @@ def serve(
     max_running: Annotated[int, typer.Option(min=1, help="Requests in one step.")] = 32,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused.")] = 256,
     step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one step, at most.")] = 1024,
-    chunk_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Tokens of a part of a prompt, between steps of others. Default: 512; 2,048 on a GPU."
-        ),
-    ] = None,
+    chunk_tokens: Part = None,
     exact: Annotated[
         bool, typer.Option(help="On a CPU: logits independent of other requests to the last bit; slower when alone.")
     ] = True,

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tamis.kernels.lists import TileLists
-from tamis.kernels.triton.tiles import copyable, key_tile
+from tamis.kernels.triton.tiles import add_tile, copyable, key_tile
 
 LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
@@ -66,13 +66,7 @@ def kernel(
         if i < near * SPLIT:
             last = tl.minimum(position - start, (entry & 255) - part - 1)
             s = tl.where(o_n[None, :] <= last[:, None], s, MASKED)
-        m_new = tl.maximum(m, tl.max(s, 1) * scale)
-        p = tl.math.exp2(s * scale - m_new[:, None])
-        alpha = tl.math.exp2(m - m_new)
-        d = d * alpha + tl.sum(p, 1)
-        b_v = key_tile(v, kv, start, TK, v_head, v_row, D, DP, BN, TMA)
-        acc = tl.dot(p.to(b_v.dtype), b_v, acc * alpha[:, None], input_precision=PRECISION)
-        m = m_new
+        m, d, acc = add_tile(m, d, acc, s, scale, v, kv, start, TK, v_head, v_row, D, DP, BN, TMA, PRECISION)
     p_o = out + h.to(tl.int64) * o_head + (row + o_m).to(tl.int64)[:, None] * o_row + o_d[None, :]
     tl.store(p_o, (acc / d[:, None]).to(out.dtype.element_ty), mask=inside)
     tl.store(lse + h.to(tl.int64) * TQ + row + o_m, (m + tl.math.log2(d)) * LN2, mask=o_m < rows)

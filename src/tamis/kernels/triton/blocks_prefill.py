@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tamis.kernels.blocks import BlockRule
 from tamis.kernels.triton.paged_prefill import LOG2E, MASKED
-from tamis.kernels.triton.tiles import copyable, key_tile, list_places
+from tamis.kernels.triton.tiles import add_tile, copyable, key_tile, list_places
 
 MOST_TOKENS = 32  # of a tile: the bits of a word
 
@@ -104,13 +104,7 @@ def attend_kernel(
                 word = tl.load(words + cell.to(tl.int64) * M + i // SPLIT)
                 seen = seen & (((word >> token) & 1) != 0)[:, None]
             s = tl.where(seen, s, MASKED)
-        m_new = tl.maximum(m, tl.max(s, 1) * scale)
-        p = tl.math.exp2(s * scale - m_new[:, None])
-        alpha = tl.math.exp2(m - m_new)
-        d = d * alpha + tl.sum(p, 1)
-        b_v = key_tile(v, kv, start, TK, v_head, v_row, D, DP, BN, TMA)
-        acc = tl.dot(p.to(b_v.dtype), b_v, acc * alpha[:, None], input_precision=PRECISION)
-        m = m_new
+        m, d, acc = add_tile(m, d, acc, s, scale, v, kv, start, TK, v_head, v_row, D, DP, BN, TMA, PRECISION)
     p_o = out + head.to(tl.int64)[:, None] * o_head + row.to(tl.int64)[:, None] * o_row + o_d[None, :]
     tl.store(p_o, (acc / d[:, None]).to(out.dtype.element_ty), mask=inside)
 

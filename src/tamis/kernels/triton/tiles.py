@@ -1,6 +1,6 @@
-"""Pieces that the Triton kernels over lists of tiles share: reading a tile of keys, and making a list of tiles.
+"""Pieces that the Triton kernels over lists of tiles share: reading one, attending to it, and listing tiles.
 
-Alphabet: D head dim, DP the same padded to a power of two, BN keys of a tile, TK tokens.
+Alphabet: D head dim, DP the same padded to a power of two, BM rows, BN keys of a tile, TK tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +23,21 @@ def key_tile(
         o_d = tl.arange(0, DP)
         p = base + i_head.to(tl.int64) * s_head + (start + o_n).to(tl.int64)[:, None] * s_row + o_d[None, :]
         return tl.load(p, mask=(start + o_n < TK)[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def add_tile(
+    m, d, acc, s, scale, v, i_head, start, TK, v_head, v_row,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr
+):
+    """The online softmax (maximum m and sum d [BM], in powers of two, and acc [BM, DP]) with one more tile of values,
+    whose scores are s [BM, BN]."""
+    m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    p = tl.math.exp2(s * scale - m_new[:, None])
+    alpha = tl.math.exp2(m - m_new)
+    d = d * alpha + tl.sum(p, 1)
+    b_v = key_tile(v, i_head, start, TK, v_head, v_row, D, DP, BN, TMA)
+    return m_new, d, tl.dot(p.to(b_v.dtype), b_v, acc * alpha[:, None], input_precision=PRECISION)
 
 
 @triton.jit

@@ -14,9 +14,10 @@ from selfindex_cases import MUTATIONS, SCENES, Scene, errors, expected, make, ru
 
 from tamis.kernels.reference import selfindex as ref
 from tamis.kernels.selfindex import Layout, Records
-from tamis.kernels.selfindex_arena import Arena, ArenaRoom, Workspace
+from tamis.kernels.selfindex_arena import Arena, ArenaRoom
 from tamis.kernels.selfindex_dispatch import selfindex_compress, selfindex_decode, selfindex_note
 from tamis.kernels.selfindex_notes import Notes
+from tamis.kernels.selfindex_workspace import Workspace
 
 
 def say(name: str, **found: float) -> None:

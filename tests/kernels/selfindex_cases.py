@@ -9,8 +9,9 @@ import torch
 from tamis.kernels.reference import selfindex as ref
 from tamis.kernels.reference.selfindex import Fit
 from tamis.kernels.selfindex import Layout, Part
-from tamis.kernels.selfindex_arena import Arena, Held, Workspace
+from tamis.kernels.selfindex_arena import Arena, Held
 from tamis.kernels.selfindex_dispatch import selfindex_decode
+from tamis.kernels.selfindex_workspace import Workspace
 
 HALF = torch.float16
 MUTATIONS = ("bias dropped", "offsets ignored", "residuals' scales dropped", "value means dropped", "wrong KV head")

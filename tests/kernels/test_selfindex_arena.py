@@ -25,7 +25,7 @@ from tamis.cache.selfindex.sequence import joined_layers
 from tamis.core.errors import InvalidInput, Unavailable, UnknownName
 from tamis.kernels.reference import selfindex as ref
 from tamis.kernels.selfindex import Layout, Part, Tables, dequantised
-from tamis.kernels.selfindex_arena import Arena, ArenaRoom, Held, Workspace, turned_forth
+from tamis.kernels.selfindex_arena import Arena, ArenaRoom, Held, turned_forth
 from tamis.kernels.selfindex_dispatch import (
     fit_sampled,
     reasons,
@@ -33,6 +33,7 @@ from tamis.kernels.selfindex_dispatch import (
     selfindex_compress,
     selfindex_decode,
 )
+from tamis.kernels.selfindex_workspace import Workspace
 
 HALF = torch.float16
 SCENE = Scene(TWO, (5, 9))

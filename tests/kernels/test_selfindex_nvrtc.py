@@ -20,8 +20,9 @@ import tamis.kernels
 from tamis.core.errors import InvalidInput
 from tamis.kernels.reference import selfindex as ref
 from tamis.kernels.selfindex import by_group, group_mean
-from tamis.kernels.selfindex_arena import PAIR, Arena, Workspace, turned_forth
+from tamis.kernels.selfindex_arena import PAIR, Arena, turned_forth
 from tamis.kernels.selfindex_dispatch import selfindex_append, selfindex_decode
+from tamis.kernels.selfindex_workspace import Workspace
 
 BF16 = torch.bfloat16
 SOURCES = Path(tamis.kernels.__path__[0]) / "nvrtc"

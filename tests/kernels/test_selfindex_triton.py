@@ -102,8 +102,8 @@ class TestOnAGpu:
         assert all(torch.equal(out, outs[0]) for out in outs)
 
     def test_a_captured_graph_follows_tokens_and_counts(self):
-        from tamis.kernels.selfindex_arena import Workspace
         from tamis.kernels.selfindex_dispatch import selfindex_append, selfindex_decode
+        from tamis.kernels.selfindex_workspace import Workspace
 
         scene = GPU_SCENES["8B model"]
         q, arena = make(scene, device="cuda")

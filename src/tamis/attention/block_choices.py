@@ -38,18 +38,17 @@ class ForecastChoice(PooledChoice):
 @dataclass(frozen=True)
 class FusedChoice(PooledChoice):
     """The same, of a forecast that was made with the layer's queries and keys: of one token of each sequence of a batch
-    (pooled keys are then those of the sequences side by side, as `cache.block_layer` has them), or with `prompt` of all
-    tokens of a pass over one prompt.
+    (pooled keys are then those of the sequences side by side, as `cache.block_layer` has them), or of all tokens of a
+    pass over one prompt.
     """
 
     fused: FusedForecast
-    prompt: bool = False
 
     def vectors(
         self, layer: int, q: torch.Tensor, positions: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, float | None]:
         """See `PooledChoice`."""
-        return (self.fused.queries if self.prompt else self.fused.query)(layer, positions), None
+        return self.fused.query(layer, positions), None
 
 
 @dataclass(frozen=True)
@@ -77,4 +76,4 @@ class StaleChoice(PooledChoice):
             q = torch.unflatten(module.self_attn.q_proj(x), -1, (-1, self.rotary.head_dim))
         norm = getattr(module.self_attn, "q_norm", None)
         q = q if norm is None else norm(q)
-        return self.rotary.rotate(q.transpose(0, 1), positions) * self.rotary.scaling
+        return self.rotary.place(q.transpose(0, 1), positions)

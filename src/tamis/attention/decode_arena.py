@@ -10,8 +10,9 @@ from tamis.cache.selfindex.keep import Budget
 from tamis.cache.selfindex.sequence import CodedSequence
 from tamis.core.errors import InvalidInput
 from tamis.kernels.selfindex import Part, Records, Tables
-from tamis.kernels.selfindex_arena import Arena, Held, Workspace
+from tamis.kernels.selfindex_arena import Arena, Held
 from tamis.kernels.selfindex_dispatch import ON_A_GPU, reasons, selfindex_append, selfindex_decode
+from tamis.kernels.selfindex_workspace import Workspace
 
 SPARE = 1024  # tokens that an arena has room for beside those it is made of; then it is made anew
 

@@ -15,9 +15,10 @@ import torch
 from tamis.cache.selfindex.keep import Budget
 from tamis.cache.selfindex.sequence import DECAY, CodedSequence, Growth, joined_layers
 from tamis.core.errors import InvalidInput
-from tamis.kernels.selfindex_arena import PAIR, Arena, ArenaRoom, Held, Workspace
+from tamis.kernels.selfindex_arena import PAIR, Arena, ArenaRoom, Held
 from tamis.kernels.selfindex_dispatch import ON_A_GPU, step_of
 from tamis.kernels.selfindex_notes import Notes
+from tamis.kernels.selfindex_workspace import Workspace
 
 BLOCK = 512  # slots that share a part
 LEAST_SLOTS = 2048

@@ -23,8 +23,8 @@ NAMES = ("q_proj", "k_proj", "v_proj")
 
 
 class FusedForecast:
-    """`forecast` in `model` until `close`. Within `running`, passes leave their forecasts for `query` and `queries`;
-    all other passes run the projections as they were.
+    """`forecast` in `model` until `close`. Within `running`, passes leave their forecasts for `query`; all other passes
+    run the projections as they were.
 
     While it is in, the parameters of a layer's three projections are views of one matrix, so that nothing is held
     twice. A layer whose projections are no plain linear ones (adapters, quantised weights, parameters that share their
@@ -64,27 +64,14 @@ class FusedForecast:
             self.active = False
             self._made.clear()
 
-    def query(self, layer: int, position: torch.Tensor) -> torch.Tensor:
-        """What `layer`'s pooled keys will be asked by the running token at `position` int64 [1], once the projections
-        of its source layer have run: [B * Hkv, 1, D], rotated."""
-        f = torch.unflatten(self._served(layer)[:, 0], -1, (self.forecast.n_kv_heads, -1)).flatten(0, 1)[:, None]
-        return self._turned(f, position)
-
-    def queries(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
-        """The same for all tokens of a pass over one prompt, or over a chunk of it, at `positions` int64 [n]:
-        [Hkv, n, D]."""
-        f = torch.unflatten(self._served(layer)[0], -1, (self.forecast.n_kv_heads, -1)).transpose(0, 1)
-        return self._turned(f, positions)
-
-    def _served(self, layer: int) -> torch.Tensor:
-        """[B, n, Hkv * D] of the running pass."""
+    def query(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """What `layer`'s pooled keys will be asked by the running tokens at `positions` int64 [n], one of each sequence
+        or all of a pass over one, once the projections of its source layer have run: [B * Hkv, n, D], rotated."""
         width = self.forecast.weight.shape[1]
         at = width if layer == 1 else 0  # layers 0 and 1 are both served by layer 0
-        return self._made[Forecast.source(layer)][..., at : at + width]
-
-    def _turned(self, f: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        turned = self.rotary.rotate(f, positions)
-        return turned * self.rotary.scaling if self.rotary.scaling != 1 else turned
+        made = self._made[Forecast.source(layer)][..., at : at + width]
+        f = torch.unflatten(made, -1, (self.forecast.n_kv_heads, -1)).transpose(1, 2).flatten(0, 1)
+        return self.rotary.place(f, positions)
 
     def close(self) -> None:
         """Take it out of the model. Closing twice is harmless."""

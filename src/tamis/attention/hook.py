@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -132,25 +132,21 @@ def is_causal(mask: torch.Tensor, n: int, end: int) -> bool:
     return bool(same)
 
 
-@contextmanager
-def packed_pass(n_tokens: int) -> Iterator[None]:
+def packed_pass(n_tokens: int) -> AbstractContextManager[None]:
     """For a pass over exactly `n_tokens` of several prompts whose job keeps them apart: no mask [T, T] is made for it.
 
     transformers sees the positions restart and would make one. Use it together with `Switch.running`.
     """
-    with _without_mask(n_tokens, n_tokens):
-        yield
+    return _without_mask(n_tokens, n_tokens)
 
 
-@contextmanager
-def chunk_pass(begin: int, end: int) -> Iterator[None]:
+def chunk_pass(begin: int, end: int) -> AbstractContextManager[None]:
     """For a pass over tokens [begin, end) of one prompt, the others before it, whose job takes all its layers: no mask
     [end - begin, end] is made for it, nor looked at. A layer that the job does not take raises RuntimeError.
 
     Use it together with `Switch.running`.
     """
-    with _without_mask(end - begin, end):
-        yield
+    return _without_mask(end - begin, end)
 
 
 @contextmanager

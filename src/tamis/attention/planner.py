@@ -125,7 +125,7 @@ def plan_prefill(
     if policy.prefill in PAGED:
         raise InvalidInput(
             f"prefill={policy.prefill!r} needs a cache of documents, which tamis.LLM has; a transformers model with "
-            "Tamis's attention takes 'dense', 'sift' and 'blocks'."
+            "Tamis's attention takes 'dense', 'sift', 'blocks' and, with a forecast, 'forecast'."
         )
     device = next(model.parameters()).device
     trained = forecast.forecast.info.rule if forecast is not None and policy.prefill == "forecast" else None
@@ -159,7 +159,7 @@ def _by_blocks(
         return Plan(prompt, policy, BlockPrefill.of(policy.prefill_rule()), chunks=chunks)
     assert forecast is not None, "`caching.check_form` refuses it"
     rule = policy.prefill_rule(forecast.forecast.info.rule)
-    job = BlockPrefill.of(rule, FusedChoice(rule, forecast, prompt=True))
+    job = BlockPrefill.of(rule, FusedChoice(rule, forecast))
     return Plan(prompt, policy, job, chunks=chunks, around=forecast.running)
 
 

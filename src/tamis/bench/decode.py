@@ -27,8 +27,9 @@ from tamis.bench.results import Case, Row
 from tamis.bench.shapes import Shape, shape_of
 from tamis.core.errors import InvalidInput, TamisError
 from tamis.kernels.selfindex import Layout
-from tamis.kernels.selfindex_arena import Arena, Workspace
+from tamis.kernels.selfindex_arena import Arena
 from tamis.kernels.selfindex_dispatch import DECODE, ON_A_GPU, fit_sampled, selfindex_append, selfindex_decode
+from tamis.kernels.selfindex_workspace import Workspace
 
 MEASURES = ("attention", "token", "prefill")
 CALLS = 10  # of a captured graph where one is short

@@ -14,8 +14,9 @@ from tamis.bench.decode_tune import module_of
 from tamis.core.errors import TamisError
 from tamis.kernels.reference import selfindex as reference
 from tamis.kernels.selfindex import Part, Records, Tables
-from tamis.kernels.selfindex_arena import Workspace, turned_forth
+from tamis.kernels.selfindex_arena import turned_forth
 from tamis.kernels.selfindex_dispatch import ON_A_GPU, fit_sampled, selfindex_compress, selfindex_decode
+from tamis.kernels.selfindex_workspace import Workspace
 
 LIMITS = {
     "compress, share of codes": 1e-3,

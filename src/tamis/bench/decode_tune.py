@@ -16,7 +16,8 @@ from tamis.bench.decode_clock import timed
 from tamis.bench.decode_scene import Scene, copied, copies_of
 from tamis.bench.machine import why_of
 from tamis.core.errors import TamisError
-from tamis.kernels.selfindex_arena import Arena, Workspace
+from tamis.kernels.selfindex_arena import Arena
+from tamis.kernels.selfindex_workspace import Workspace
 
 ROUNDS, CALLS = 10, 10
 SCORE = [(128, 4), (64, 2), (32, 1)]  # quarter of a step's slots, warps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from tamis.bench.results import Row
     from tamis.engine.llm import LLM
     from tamis.eval.answers import Answers
+    from tamis.eval.questions import Passage
     from tamis.eval.tasks import Task
 
 app = typer.Typer()
@@ -124,6 +126,17 @@ def _default_log(settings: dict[str, Any]) -> Path:
     return cache_dir() / "answers" / f"{blake2b(told.encode(), digest_size=8).hexdigest()}.jsonl"
 
 
+def haystack_of(llm: LLM, docs: Sequence[str], lengths: Sequence[int]) -> list[Passage]:
+    """Passages for prompts of these lengths, from files or built-in text. Raises ContextOverflow for a length that the
+    model does not take."""
+    from tamis.bench.text import passages
+    from tamis.eval.questions import Passage
+
+    for length in lengths:
+        llm.runner.check_fits(length)
+    return [Passage(p.title, p.text) for p in passages(max(lengths) * 3 // 2, llm.template.count, docs)]
+
+
 def tasks_of(
     llm: LLM,
     names: list[str],
@@ -136,11 +149,10 @@ def tasks_of(
     fill: int | None,
 ) -> list[Task]:
     """The tasks in the order named. Without question sets, "ruler" leaves its two qa tasks out and says so."""
-    from tamis.bench.text import passages
     from tamis.core.errors import NothingFound
     from tamis.core.registry import unknown
     from tamis.eval.needle import needle_tasks
-    from tamis.eval.questions import Passage, load_questions
+    from tamis.eval.questions import load_questions
     from tamis.eval.ruler import QA, RULER, Ruler, ruler_tasks
     from tamis.eval.tasks import Fill, qa_tasks, question_files
 
@@ -157,12 +169,7 @@ def tasks_of(
     files = question_files(data)
     if "qa" in names and not files:
         raise NothingFound("qa needs question sets: name files or folders with --data.")
-    haystack: list[Passage] = []
-    if names != ["qa"]:
-        for length in lengths:
-            llm.runner.check_fits(length)
-        found = passages(max(lengths) * 3 // 2, llm.template.count, docs)
-        haystack = [Passage(p.title, p.text) for p in found]
+    haystack = [] if names == ["qa"] else haystack_of(llm, docs, lengths)
     questions = [q for file in files for q in load_questions(file)] if names != ["qa"] else []
     tasks: list[Task] = []
     for name in dict.fromkeys(names):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tamis.cli.bench import Results, record
-from tamis.cli.evaluate_answers import rows_of, tasks_of
+from tamis.cli.evaluate_answers import haystack_of, rows_of
 from tamis.cli.options import Device, Dtype, Json, Model, Yarn, load, progress
 from tamis.core.errors import InvalidInput
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tamis.eval.answers import Answers
 
 app = typer.Typer()
-NEEDLE_TOKENS, NEEDLE_ANSWER = 512, 8
+NEEDLE_TOKENS, NEEDLE_DEPTH, NEEDLE_ANSWER = 512, 0.5, 8
 Data = Annotated[
     list[str] | None,
     typer.Option("--data", help="Question sets, or folders of them. May be repeated. Default: built-in needles."),
@@ -59,6 +59,7 @@ def reuse(
     from pathlib import Path
 
     from tamis.eval.answers import Log, eval_answers, settings_of
+    from tamis.eval.needle import needle_tasks
     from tamis.eval.prefills import variant_names
     from tamis.eval.reuse import reuse_tasks
     from tamis.eval.tasks import Fill, question_files
@@ -76,8 +77,8 @@ def reuse(
             tasks, left_out = reuse_tasks(files, limit or 100, None if fill is None else Fill(llm.template, fill), info)
         else:
             lengths, left_out = [fill or NEEDLE_TOKENS], 0
-            every = tasks_of(llm, ["needle"], [], [], limit=limit or 1, lengths=lengths, seed=0, fill=None)
-            tasks = [task for task in every if task.name.endswith("/0.5")]
+            passages = haystack_of(llm, [], lengths)
+            tasks = needle_tasks(llm.template, passages, lengths, size=limit or 1, depths=[NEEDLE_DEPTH])
             answer_tokens = answer_tokens or NEEDLE_ANSWER
         settings = settings_of(llm) | {"adapter": adapted.spec(adapted.policy).digest.hex() if adapted else None}
         options = {"log": Log(Path(log) if log else None, settings), "deadline_s": deadline_s, "adapted": adapted}
@@ -87,11 +88,8 @@ def reuse(
     if not found.outcomes:
         raise InvalidInput("not one question was answered: give shorter prompts (--fill) or a later --deadline-s.")
     report: dict[str, Any] = {"model": model, "adapter": adapter, "left_out_as_seen": left_out}
-    report |= {
-        "results": record(rows_of(found, case), "reuse_quality", results),
-        "complete": found.complete,
-        "skipped": list(found.skipped),
-    }
+    report["results"] = record(rows_of(found, case), "reuse_quality", results)
+    report |= {"complete": found.complete, "skipped": list(found.skipped)}
     _print(found, report, json=json)
 
 

@@ -109,8 +109,12 @@ class CachedMember(Member):
             plan, decoding = self._prefilled, self.decoding
             assert decoding is not None, "made with the plan"
             ids = torch.tensor([request.prompt.tokens[first:end]], device=self.device)
-            running = plan.running(engine.switch), decoding.running(engine.switch, step=False)
-            with torch.inference_mode(), running[0], running[1], plan.passing(first, end):
+            with (
+                torch.inference_mode(),
+                plan.running(engine.switch),
+                decoding.running(engine.switch, step=False),
+                plan.passing(first, end),
+            ):
                 logits = self._forward(ids, logits_to_keep=1)
         self._done += 1
         return None if self._done < len(self._chunks) else logits

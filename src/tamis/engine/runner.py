@@ -73,12 +73,12 @@ class Runner:
         with ExitStack() as undo:
             self.switch, uninstall = install(model)
             undo.callback(uninstall)
-            self._forecast = None if forecast is None else FusedForecast(model, forecast)
-            if self._forecast is not None:
-                undo.callback(self._forecast.close)
-            check_form(policy or Policy(), model, self._forecast)
+            fused = None if forecast is None else FusedForecast(model, forecast)
+            if fused is not None:
+                undo.callback(fused.close)
+            check_form(policy or Policy(), model, fused)
             self._undo = undo.pop_all()
-        self.caching = Caching(model, self._forecast)
+        self.caching = Caching(model, fused)
         self._closed = False
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class Runner:
         """Raises ModelUnsupported or InvalidInput for a cache or a forecast that this model does not have, and
         InvalidInput once the runner is closed."""
         self.check_open()
-        check_form(policy, self.model, self._forecast)
+        check_form(policy, self.model, self.caching.forecast)
 
     def prefill(
         self,
@@ -157,7 +157,7 @@ class Runner:
         begin = time.perf_counter()
         plan: Plan = plan_prefill(
             self.model, prompt, policy, indexer, measure_recall=measure_recall, on_index=on_index,
-            forecast=self._forecast,
+            forecast=self.caching.forecast,
         )  # fmt: skip
         planned = time.perf_counter()
         room = min(room_tokens, self.geometry.context_tokens - len(prompt.tokens))

@@ -178,8 +178,7 @@ def project(
 ) -> torch.Tensor:
     """x [Q, hidden] by weight [Hkv * D, hidden] → [Hkv, Q, D], turned to `positions`, in the weight's dtype."""
     f = torch.unflatten(linear(x.to(weight.dtype), weight, bias), -1, (n_kv_heads, -1)).transpose(0, 1)
-    turned = rotary.rotate(f, positions)
-    return turned * rotary.scaling if rotary.scaling != 1 else turned
+    return rotary.place(f, positions)
 
 
 def added_parameters(n_layers: int, hidden: int, n_kv_heads: int, head_dim: int, *, bias: bool = False) -> int:

@@ -7,7 +7,7 @@ are kept whole, nor slots without a token. Whole tokens lie apart, turned to the
 query serves them all: first the exact copies of all parts, then the open run, which `append` lengthens on the device.
 
 Every count that a step needs is a tensor, and no tensor ever moves: a captured CUDA graph serves until something is
-full. What a step scribbles on (`Workspace`) is shared by all layers.
+full. What a step scribbles on (`selfindex_workspace`) is shared by all layers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ import torch
 
 from tamis.core.errors import InvalidInput
 from tamis.kernels.selfindex import CELLS, GROUP, Layout, Part, Records, Tables
-from tamis.kernels.selfindex_workspace import CHUNK, Workspace
-
-__all__ = ["CHUNK", "PAIR", "Angles", "Arena", "ArenaRoom", "Held", "Workspace", "turned_forth"]
 
 Angles = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # offsets → cos, sin float32 [.., R/2]
 PAIR = tuple[torch.Tensor, torch.Tensor]

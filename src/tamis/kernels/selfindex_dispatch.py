@@ -17,8 +17,9 @@ from tamis.core.errors import InvalidInput, Unavailable
 from tamis.core.registry import Registry
 from tamis.kernels.choice import chosen, no_triton
 from tamis.kernels.selfindex import Layout, Records, Tables, check_pair
-from tamis.kernels.selfindex_arena import PAIR, Arena, Workspace, turned_forth
+from tamis.kernels.selfindex_arena import PAIR, Arena, turned_forth
 from tamis.kernels.selfindex_notes import Notes, note
+from tamis.kernels.selfindex_workspace import Workspace
 
 DECODE, COMPRESS = Registry("self-indexing kernel"), Registry("self-indexing kernel")
 MOST_GROUP = 64  # query heads of a KV head: rows of a program's products

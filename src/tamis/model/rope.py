@@ -77,6 +77,11 @@ class Rotary:
         a, b, rest = x[..., :half].to(wide), x[..., half : 2 * half].to(wide), x[..., 2 * half :]
         return torch.cat([(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest], -1)
 
+    def place(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What the model makes of queries x [..., T, D] at `positions` int64 [T]: turned, scaled where it scales."""
+        turned = self.rotate(x, positions)
+        return turned * self.scaling if self.scaling != 1 else turned
+
 
 def rotary_module(model: Any) -> Any:
     """The one module of a transformers model that makes its cosines and sines. Raises ModelUnsupported."""

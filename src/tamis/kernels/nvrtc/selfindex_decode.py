@@ -17,7 +17,8 @@ import torch
 
 from tamis.core.errors import InvalidInput
 from tamis.kernels.nvrtc.launch import Kernel, compiled
-from tamis.kernels.selfindex_arena import PAIR, Arena, Workspace
+from tamis.kernels.selfindex_arena import PAIR, Arena
+from tamis.kernels.selfindex_workspace import Workspace
 from tamis.kernels.triton.paged_prefill import LOG2E
 
 SLOTS, WARPS, MOST_SPLIT = 256, 4, 512  # slots of a step of scoring; warps of a program of attention; its most records

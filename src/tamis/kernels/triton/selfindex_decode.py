@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tamis.kernels.selfindex_arena import CHUNK, Arena, Workspace
+from tamis.kernels.selfindex_arena import Arena
+from tamis.kernels.selfindex_workspace import CHUNK, Workspace
 from tamis.kernels.triton import selfindex_attend as attending
 from tamis.kernels.triton import selfindex_score as scoring
 from tamis.kernels.triton import selfindex_select as selecting

@@ -82,8 +82,14 @@ def test_both_engines_are_measured_and_rows_come_one_by_one(fake: type[Fake]) ->
     assert not made["left_out"] and all(one.closed for one in fake.made)
     assert [one.setup["tamis"] is None for one in fake.made] == [True, False, False, False]
     assert fake.made[0].setup["engine"].get("block_size") is None, "stock vLLM keeps its own"
-    assert [one.setup["engine"]["tensor_parallel_size"] for one in fake.made] == [1, 1, 1, 2]
+    assert [one.setup["engine"].get("tensor_parallel_size", 1) for one in fake.made] == [1, 1, 1, 2]
     assert "vllm-9.9-tamis-reuse" in table(made)
+
+
+def test_layers_can_be_split_over_gpus_too(fake: type[Fake]) -> None:
+    made = bench_vllm(plan(parts=("pp",), gpus=3))
+    assert [one.setup["engine"].get("pipeline_parallel_size") for one in fake.made] == [1, 3]
+    assert {row["case"] for row in made["measured"]} == {"tiny/float32/pp-3"}
 
 
 def test_no_two_prompts_of_a_sitting_are_alike_but_for_shared_documents(fake: type[Fake]) -> None:

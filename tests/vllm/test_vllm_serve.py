@@ -20,6 +20,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from tamis.integrations.vllm.client import request, signed_namespace, warm
 from tiny_chat import tiny_tokenizer
@@ -34,6 +35,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
 }
+GPU = torch.cuda.is_available()
+PLACE = ("--dtype", "bfloat16", "--gpu-memory-utilization", "0.3") if GPU else ("--dtype", "float32")
 TEXTS = ["alpha beta gamma " * 12, "delta epsilon zeta eta " * 15, "theta iota kappa " * 9]
 
 
@@ -101,7 +104,7 @@ def served(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     def serve(directory: Path | None, *more: str, **settings: Any) -> Iterator[Server]:
         command = [
             *(sys.executable, str(Path(__file__).with_name("vllm_cli.py")), "serve", str(tiny_path)),
-            *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
+            *("--served-model-name", "tiny", "--enforce-eager", *PLACE),
             *("--max-model-len", "1024", "--max-num-seqs", "4", "--block-size", str(BLOCK)),
             *more,
         ]

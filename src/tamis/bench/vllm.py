@@ -28,7 +28,9 @@ from tamis.core.errors import InvalidInput, Unavailable
 from tamis.core.registry import unknown
 from tamis.integrations.vllm.client import warm
 
-PARTS = ("throughput", "ttft", "load", "tp")
+PARTS = ("throughput", "ttft", "load", "tp", "pp")
+USUAL = ("ttft", "load", "tp")
+SPLITS = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}
 SELECTOR = "threshold:rows=4,theta=0.01,local=sampled"
 TP_TOKENS, TP_LENGTHS = 16, (300, 500)
 START_S = 420.0  # that an engine may take to start, compiling included
@@ -52,7 +54,7 @@ class Plan:
     warm        so many requests of the workload come before those, all at once, and are not measured; several such
                 numbers: one load after another, each from an empty cache
     answers     of "throughput": plain requests that are answered at length, all at once
-    tp          GPUs (on a CPU: processes) of the tensor-parallel engine, which is compared with one alone
+    gpus        GPUs (on a CPU: processes) that "tp" and "pp" split a model over, which is compared with one alone
     block_size  of the engine with Tamis; stock vLLM keeps its own default
     deadline_s  of everything: no job starts after it, and one that runs is ended
     """
@@ -60,7 +62,7 @@ class Plan:
     shape: str
     lengths: Sequence[int]
     workload: Workload
-    parts: Sequence[str] = PARTS[1:]
+    parts: Sequence[str] = USUAL
     repeats: int = 3
     selector: str = SELECTOR
     densities: str | None = None
@@ -68,7 +70,7 @@ class Plan:
     rate: float = 8.0
     cut_tokens: int | None = None
     warm: int | Sequence[int] = 0
-    tp: int = 2
+    gpus: int = 2
     block_size: int = 64
     deadline_s: float = 1800.0
     sizes: prompts.Sizes = field(default_factory=prompts.Sizes)
@@ -114,8 +116,8 @@ def bench_vllm(plan: Plan, note: Note = lambda _: None, keep: Keep = lambda _: N
         if {"throughput", "ttft", "load"} & set(plan.parts):
             sitting.compare()
         stack.close()  # their memory is for the next ones
-        if "tp" in plan.parts:
-            sitting.in_parallel()
+        for part in (p for p in SPLITS if p in plan.parts):
+            sitting.in_parallel(part)
         return sitting.made()
 
 
@@ -226,40 +228,41 @@ class Sitting:
             rows.append(Row.of(case, provider, "speedup_vs_vllm", [self._stock_s[case] / median(times)], unit="1"))
         self._keep(rows)
 
-    def in_parallel(self) -> None:
-        """Whether `tp` GPUs generate what one does: a small model's tokens, stock and in both modes."""
-        if self.gpus and self.gpus < self.plan.tp:
-            self._leave_out("tp", f"{self.plan.tp} GPUs are asked for, {self.gpus} are there")
+    def in_parallel(self, part: str) -> None:
+        """Whether GPUs that share a model's heads ("tp") or layers ("pp") generate what one does: a small model's
+        tokens, stock and in both modes."""
+        if self.gpus and self.gpus < self.plan.gpus:
+            self._leave_out(part, f"{self.plan.gpus} GPUs are asked for, {self.gpus} are there")
             return
-        self._attempt("tp", self._parallel)
+        self._attempt(part, functools.partial(self._parallel, part))
 
-    def _parallel(self) -> None:
-        model, found = saved("tiny", self.folder), {}
-        vocabulary = shape_of("tiny").vocabulary
-        sizes, block = prompts.Sizes(16, 64, 20), self.plan.block_size
-        for tp in (1, self.plan.tp):
-            child = self._open(f"tp{tp}", model, self._settings(replay=False), gpu=None, tp=tp)
-            self._started(child, f"{self.tamis} tp={tp}")
-            for name in ("stock", "sift", "reuse"):
-                bodies = [
-                    body
-                    for n in TP_LENGTHS
-                    for body in {
-                        "stock": lambda n: prompts.plain(n, vocabulary, [1, 2]),
-                        "sift": lambda n: prompts.sparse(n, vocabulary, [3, 4], sizes),
-                        "reuse": lambda n: prompts.reused(n, vocabulary, [5, 6], sizes, block),
-                    }[name](n)
-                ]
-                found[tp, name] = [r["tokens"] for r in self._ask(child, bodies, max_tokens=TP_TOKENS)]
+    def _parallel(self, part: str) -> None:
+        model, found = saved("tiny", self.folder), dict[tuple[int, str], list[list[int]]]()
+        asked = prompts.of_each_mode(
+            TP_LENGTHS, shape_of("tiny").vocabulary, prompts.Sizes(16, 64, 20), self.plan.block_size
+        )
+        for n in (1, self.plan.gpus):
+            child = self._open(f"{part}{n}", model, self._settings(replay=False), gpu=None, split={SPLITS[part]: n})
+            self._started(child, f"{self.tamis} {part}={n}")
+            for name, bodies in asked.items():
+                found[n, name] = [r["tokens"] for r in self._ask(child, bodies, max_tokens=TP_TOKENS)]
             child.close()
-        for name in ("stock", "sift", "reuse"):
-            pairs = list(zip(found[1, name], found[self.plan.tp, name], strict=True))
+        for name in asked:
+            pairs = list(zip(found[1, name], found[self.plan.gpus, name], strict=True))
             same = [sum(a == b for a, b in zip(one, many, strict=True)) / len(one) for one, many in pairs]
-            case = f"tiny/{self._dtype}/tp-{self.plan.tp}"
+            case = f"tiny/{self._dtype}/{part}-{self.plan.gpus}"
             self._keep([Row.of(case, f"{self.tamis}-{name}", "same_tokens", same, unit="1")])
 
-    def _open(self, name: str, model: str, tamis: Mapping[str, Any] | None, *, gpu: int | None, tp: int = 1) -> Child:
-        """Start an engine; `started` waits for it."""
+    def _open(
+        self,
+        name: str,
+        model: str,
+        tamis: Mapping[str, Any] | None,
+        *,
+        gpu: int | None,
+        split: Mapping[str, int] | None = None,
+    ) -> Child:
+        """Start an engine; `started` waits for it. split: arguments that have several GPUs share the model."""
         small = model.endswith("tiny")
         engine: dict[str, Any] = {
             "dtype": "bfloat16" if self.gpus else "float32",
@@ -267,7 +270,7 @@ class Sitting:
             "max_num_seqs": max(16, self.plan.answers.requests if "throughput" in self.plan.parts else 0),
             "enable_prefix_caching": True,
             "enforce_eager": small or not self.gpus,
-            "tensor_parallel_size": tp,
+            **(split or {}),
         }
         if not small:
             engine["load_format"] = "dummy"

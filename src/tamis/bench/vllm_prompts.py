@@ -83,6 +83,18 @@ def reused(tokens: int, vocabulary: int, seeds: Sequence[int], sizes: Sizes, blo
     return made
 
 
+def of_each_mode(
+    lengths: Sequence[int], vocabulary: int, sizes: Sizes, block_size: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Two prompts of each length, by what computes them: stock vLLM, "sift", "reuse"."""
+    made = dict[str, list[dict[str, Any]]](stock=[], sift=[], reuse=[])
+    for n in lengths:
+        made["stock"] += plain(n, vocabulary, [1, 2])
+        made["sift"] += sparse(n, vocabulary, [3, 4], sizes)
+        made["reuse"] += reused(n, vocabulary, [5, 6], sizes, block_size)
+    return made
+
+
 def load(
     workload: Workload,
     vocabulary: int,

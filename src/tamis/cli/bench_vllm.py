@@ -16,7 +16,7 @@ Trace = Annotated[
 Densities = Annotated[
     str | None, typer.Option(help="What `tamis bench record-densities` wrote. Default: the selector's own choice.")
 ]
-Parts = Annotated[str, typer.Option(help="Of throughput, ttft, load, tp.")]
+Parts = Annotated[str, typer.Option(help="Of throughput, ttft, load, tp, pp.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="A tiny model, short prompts: minutes on a CPU, no claim of speed.")]
 
 
@@ -37,14 +37,14 @@ def vllm(
     ] = "0",
     rate: Annotated[float, typer.Option(help="Poisson arrivals a second.")] = 8.0,
     cut_tokens: Annotated[int | None, typer.Option(min=1, help="Cut each piece of a loaded prompt.")] = None,
-    tp: Annotated[int, typer.Option(min=2, help="GPUs of the tensor-parallel engine; on a CPU processes.")] = 2,
+    gpus: Annotated[int, typer.Option(min=2, help="GPUs that tp and pp split a model over; on a CPU processes.")] = 2,
     block_size: Annotated[int, typer.Option(min=1, help="Of the engine with Tamis.")] = 64,
     deadline: Annotated[float, typer.Option(help="Seconds, of everything.")] = 1800.0,
     tiny: Tiny = False,
     results: Results = None,
     json: Json = False,
 ) -> None:
-    """First tokens, documents used again under load, long answers, tensor parallelism: vLLM alone and with Tamis.
+    """First tokens, documents used again under load, long answers, several GPUs: vLLM alone and with Tamis.
 
     All in one sitting. Needs an environment with vLLM; rows go to results/vllm.csv as they come.
     """
@@ -70,7 +70,7 @@ def vllm(
     plan = Plan(
         shape, lengths_of(tokens), workload, [p.strip() for p in parts.split(",") if p.strip()], repeats=repeats,
         selector=selector, densities=densities, requests=requests, rate=rate, cut_tokens=cut_tokens, warm=warm_ups,
-        tp=tp, block_size=block_size, deadline_s=deadline, sizes=Sizes(16, 64, 20) if tiny else Sizes(),
+        gpus=gpus, block_size=block_size, deadline_s=deadline, sizes=Sizes(16, 64, 20) if tiny else Sizes(),
         answers=Answers(4, 64, 16) if tiny else Answers(),
     )  # fmt: skip
     kept = Kept("vllm", results)

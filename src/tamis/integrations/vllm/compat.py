@@ -130,6 +130,17 @@ def put_off(scheduler: Any, unread: set[int]) -> tuple[list[Any], set[str]]:
     return found, skipped
 
 
+def splits_at_attention(graphs: Any) -> bool:
+    """Whether the CUDA graphs that a runner keeps for batches of any kind leave attention out, to run by itself.
+
+    graphs: the `CudaGraphManager` of Model Runner V2. Its breakable graphs keep what was called when they were
+    captured, and are left alone.
+    """
+    if graphs is None or graphs.use_breakable_cg:
+        return False
+    return str(graphs.cudagraph_mode.mixed_mode().name) == "PIECEWISE"
+
+
 def layer_number(name: str) -> int:
     """The number in a layer's name, "model.layers.7.self_attn.attn"."""
     found = re.findall(r"(?<=\.)\d+(?=\.)", name)

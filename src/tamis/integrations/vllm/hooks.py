@@ -250,7 +250,7 @@ CORE = (
 )
 
 
-# -- workers: the step under way, and no whole-model CUDA graph where rows of Tamis are in the batch ------------------
+# -- workers: the step under way; where rows of Tamis are in it, no CUDA graph holds attention -------------------------
 
 
 def _tamis_step(scheduler_output: Any) -> tuple[Any, Any] | None:
@@ -299,10 +299,15 @@ def _no_full_graph_v1(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _no_full_graph_v2(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def dispatch(*args: Any, **kwargs: Any) -> Any:
+    def dispatch(
+        manager: Any, n_requests: int, n_tokens: int, uniform_token_count: int | None, *args: Any, **kwargs: Any
+    ) -> Any:
         if rows.running is not None:
-            kwargs["need_eager"] = True
-        return stock(*args, **kwargs)
+            uniform_token_count = None  # a graph of the whole model is one of requests with so many tokens each
+            kwargs |= {"uniform_decode": False} if "uniform_decode" in kwargs else {}
+            if not compat.splits_at_attention(manager):
+                kwargs["need_eager"] = True
+        return stock(manager, n_requests, n_tokens, uniform_token_count, *args, **kwargs)
 
     return dispatch
 

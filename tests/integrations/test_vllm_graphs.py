@@ -1,0 +1,63 @@
+"""Which CUDA graphs a step with rows of Tamis may replay: none that holds attention."""
+
+from __future__ import annotations
+
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tamis.integrations.vllm import hooks, rows
+
+
+class Mode(Enum):
+    """As vLLM's: what is kept for batches of any kind and, before it, for decode steps."""
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+    FULL_DECODE_ONLY = (FULL, NONE)
+    FULL_AND_PIECEWISE = (FULL, PIECEWISE)
+
+    def mixed_mode(self) -> Mode:
+        return Mode(self.value[1]) if isinstance(self.value, tuple) else self
+
+
+def dispatched(mode: Mode | None, *, breakable: bool = False, **more: Any) -> dict[str, Any]:
+    """What vLLM is asked for a decode step of three requests."""
+    found: dict[str, Any] = {}
+
+    def stock(manager: Any, n_requests: int, n_tokens: int, uniform: int | None, *args: Any, **kwargs: Any) -> None:
+        found.update({"requests": n_requests, "tokens": n_tokens, "uniform": uniform} | kwargs)
+
+    manager = None if mode is None else SimpleNamespace(cudagraph_mode=mode, use_breakable_cg=breakable)
+    hook = next(h for h in hooks.WORKER_V2 if h.name == "dispatch_cg_and_sync_dp")
+    hook.wrap(stock)(manager, 3, 3, 1, 1, 0, need_eager=False, **more)
+    return found
+
+
+@pytest.fixture
+def tamis_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "running", object())
+
+
+@pytest.mark.parametrize("mode", [Mode.PIECEWISE, Mode.FULL_AND_PIECEWISE])
+def test_graphs_without_attention_are_replayed(tamis_step: None, mode: Mode) -> None:
+    assert dispatched(mode) == {"requests": 3, "tokens": 3, "uniform": None, "need_eager": False}
+    assert dispatched(mode, uniform_decode=True)["uniform_decode"] is False
+
+
+@pytest.mark.parametrize("mode", [None, Mode.NONE, Mode.FULL, Mode.FULL_DECODE_ONLY])
+def test_graphs_with_attention_are_not(tamis_step: None, mode: Mode | None) -> None:
+    assert dispatched(mode)["need_eager"] is True
+
+
+def test_breakable_graphs_are_not(tamis_step: None) -> None:
+    assert dispatched(Mode.PIECEWISE, breakable=True)["need_eager"] is True
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_steps_without_tamis_are_stock(mode: Mode) -> None:
+    asked = dispatched(mode, uniform_decode=True)
+    assert asked == {"requests": 3, "tokens": 3, "uniform": 1, "need_eager": False, "uniform_decode": True}

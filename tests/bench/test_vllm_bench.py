@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,8 +12,9 @@ from tamis.bench import vllm as bench
 from tamis.bench import vllm_prompts as prompts
 from tamis.bench.results import Row
 from tamis.bench.reuse_workload import Zipf
-from tamis.bench.vllm import Plan, bench_vllm, table
+from tamis.bench.vllm import Plan, bench_vllm
 from tamis.bench.vllm_child import Child
+from tamis.bench.vllm_report import table
 from tamis.core.errors import InvalidInput, Unavailable
 from tamis.integrations.vllm.request import parse
 
@@ -46,7 +48,9 @@ class Fake:
             keys = {(s[3] or "prefix", s[1] - s[0]) for s in spans if s[3] or s[2] == "prefix"}
             cached = sum(n for key, n in keys if key in self.seen)
             self.seen |= {key for key, _ in keys}
-            rows.append({"ttft_s": (len(body["prompt"]) - cached) / 1e3, "cached": cached, "tokens": [1, 2]})
+            first_s, n = (len(body["prompt"]) - cached) / 1e3, body.get("max_tokens", job["max_tokens"])
+            done_s = first_s + (n - 1) / 100
+            rows.append({"ttft_s": first_s, "done_s": done_s, "cached": cached, "tokens": list(range(n))})
         return rows
 
     def close(self) -> None:
@@ -84,6 +88,18 @@ def test_both_engines_are_measured_and_rows_come_one_by_one(fake: type[Fake]) ->
     assert fake.made[0].setup["engine"].get("block_size") is None, "stock vLLM keeps its own"
     assert [one.setup["engine"].get("tensor_parallel_size", 1) for one in fake.made] == [1, 1, 1, 2]
     assert "vllm-9.9-tamis-reuse" in table(made)
+
+
+def test_a_load_with_answers_says_what_a_token_takes(fake: type[Fake]) -> None:
+    workload = Zipf(documents=12, document_tokens=64, per_prompt=3, question_tokens=20).workload()
+    made = bench_vllm(replace(plan(parts=("load",), load_tokens=5, requests=40), workload=workload))
+    found = {(m["case"], m["provider"], m["metric"]): m["p50"] for m in made["measured"]}
+    load = "tiny/float32/zipf2.1-n12-t64-k3-q20-first-40+5/poisson-8"
+    for provider in ("vllm-9.9", "vllm-9.9-tamis-reuse"):
+        assert found[load, provider, "time_per_token_s"] == pytest.approx(0.01)
+    asked = [b for job in fake.made[1].asked for b in job["requests"]]
+    warming = [b for b in asked if not b.get("measured", True)]
+    assert warming and all(b["max_tokens"] == 1 for b in warming), "a document that is only warmed has no answer"
 
 
 def test_layers_can_be_split_over_gpus_too(fake: type[Fake]) -> None:

@@ -38,22 +38,33 @@ def dispatched(mode: Mode | None, *, breakable: bool = False, **more: Any) -> di
 
 
 @pytest.fixture
-def tamis_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "running", object())
+def tamis_step(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A step for which Tamis has no graph of its own."""
+    step = SimpleNamespace(replays=lambda requests, tokens, loras: None)
+    monkeypatch.setattr(rows, "running", step)
+    return step
 
 
 @pytest.mark.parametrize("mode", [Mode.PIECEWISE, Mode.FULL_AND_PIECEWISE])
-def test_graphs_without_attention_are_replayed(tamis_step: None, mode: Mode) -> None:
+def test_graphs_without_attention_are_replayed(tamis_step: SimpleNamespace, mode: Mode) -> None:
     assert dispatched(mode) == {"requests": 3, "tokens": 3, "uniform": None, "need_eager": False}
     assert dispatched(mode, uniform_decode=True)["uniform_decode"] is False
 
 
 @pytest.mark.parametrize("mode", [None, Mode.NONE, Mode.FULL, Mode.FULL_DECODE_ONLY])
-def test_graphs_with_attention_are_not(tamis_step: None, mode: Mode | None) -> None:
+def test_graphs_with_attention_are_not(tamis_step: SimpleNamespace, mode: Mode | None) -> None:
     assert dispatched(mode)["need_eager"] is True
 
 
-def test_breakable_graphs_are_not(tamis_step: None) -> None:
+def test_a_graph_of_its_own_comes_first(tamis_step: SimpleNamespace) -> None:
+    tamis_step.replays = lambda requests, tokens, loras: ("graph", requests, tokens, loras)
+    hook = next(h for h in hooks.WORKER_V2 if h.name == "dispatch_cg_and_sync_dp")
+    dispatch = hook.wrap(lambda *args, **kwargs: "stock")
+    assert dispatch(None, 3, 3, 1, 1, 0, num_active_loras=2) == (("graph", 3, 3, 2), None)
+    assert dispatch(None, 3, 5, None, 1, 0) == "stock", "not a token each"
+
+
+def test_breakable_graphs_are_not(tamis_step: SimpleNamespace) -> None:
     assert dispatched(Mode.PIECEWISE, breakable=True)["need_eager"] is True
 
 

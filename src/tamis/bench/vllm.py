@@ -24,6 +24,7 @@ from tamis.bench.reuse_workload import Workload
 from tamis.bench.shapes import shape_of
 from tamis.bench.vllm_child import Child
 from tamis.bench.vllm_models import saved, small_or_configured
+from tamis.bench.vllm_report import load_rows
 from tamis.core.errors import InvalidInput, Unavailable
 from tamis.core.registry import unknown
 from tamis.integrations.vllm.client import warm
@@ -53,6 +54,7 @@ class Plan:
     workload    and how many of its requests, arrivals a second, and tokens to which each piece of a prompt is cut
     warm        so many requests of the workload come before those, all at once, and are not measured; several such
                 numbers: one load after another, each from an empty cache
+    load_tokens of each answer to the workload's requests
     answers     of "throughput": plain requests that are answered at length, all at once
     gpus        GPUs (on a CPU: processes) that "tp" and "pp" split a model over, which is compared with one alone
     block_size  of the engine with Tamis; stock vLLM keeps its own default
@@ -70,6 +72,7 @@ class Plan:
     rate: float = 8.0
     cut_tokens: int | None = None
     warm: int | Sequence[int] = 0
+    load_tokens: int = 1
     gpus: int = 2
     block_size: int = 64
     deadline_s: float = 1800.0
@@ -210,22 +213,16 @@ class Sitting:
         )  # fmt: skip
         if first:
             self._ask(child, first, alone=False, forget=True)
-        found = self._ask(child, asked, alone=False, forget=not first)
-        measured = [(a, f) for a, f in zip(asked, found, strict=True) if a["measured"]]
+        found = self._ask(child, asked, max_tokens=plan.load_tokens, alone=False, forget=not first)
         cut = "" if plan.cut_tokens is None else f"-cut-{plan.cut_tokens}"
         which = f"{plan.requests}-after-{warm_up}" if warm_up else f"first-{plan.requests}"
-        case = f"{self._case}/{plan.workload.name}-{which}{cut}/poisson-{plan.rate:g}"
-        times = [f["ttft_s"] for _, f in measured]
-        # pads that are computed and documents that are warmed count as work
-        worked = sum(len(a["prompt"]) - f["cached"] for a, f in zip(asked, found, strict=True))
-        rate = max(0.0, 1 - worked / sum(a["real"] for a, _ in measured))
-        rows = [Row.of(case, provider, "ttft_s", times, unit="s")]
-        rows.append(Row.of(case, provider, "ttft_p90_s", [sorted(times)[int(0.9 * (len(times) - 1))]], unit="s"))
-        rows.append(Row.of(case, provider, "token_hit_rate", [rate], unit="1"))
+        answers = "" if plan.load_tokens == 1 else f"+{plan.load_tokens}"
+        case = f"{self._case}/{plan.workload.name}-{which}{cut}{answers}/poisson-{plan.rate:g}"
+        rows, middle = load_rows(case, provider, asked, found)
         if provider == self.stock:
-            self._stock_s[case] = median(times)
+            self._stock_s[case] = middle
         elif case in self._stock_s:
-            rows.append(Row.of(case, provider, "speedup_vs_vllm", [self._stock_s[case] / median(times)], unit="1"))
+            rows.append(Row.of(case, provider, "speedup_vs_vllm", [self._stock_s[case] / middle], unit="1"))
         self._keep(rows)
 
     def in_parallel(self, part: str) -> None:
@@ -369,18 +366,6 @@ class Sitting:
         self._ask(child, warm(documents, block_size=plan.block_size))
         seeds = _seeds(tokens, 3, plan.repeats)
         return self._ask(child, prompts.reused(tokens, self.vocabulary, seeds, plan.sizes, plan.block_size))[1:]
-
-
-def table(made: Mapping[str, Any]) -> str:
-    """The measured numbers for people."""
-    lines = [
-        f"{e['provider']}: vLLM {e['vllm']}, {e['gpu'] or 'CPU'}, {e['start_s']:.0f} s to start"
-        for e in made["engines"]
-    ]
-    lines += [
-        f"{m['case']:44} {m['provider']:30} {m['metric']:18} {m['p50']:10.4g} {m['unit']}" for m in made["measured"]
-    ]
-    return "\n".join([*lines, *(f"left out: {what}: {why}" for what, why in made["left_out"].items())])
 
 
 def _seeds(tokens: int, way: int, repeats: int) -> list[int]:

@@ -93,8 +93,9 @@ class Runner:
 
     def run(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """`requests`: bodies as `integrations.vllm.client.request` makes them, each with `at_s` (arrival), in that
-        order. They are sent when they arrive; `alone`: one after the other; `forget`: into an empty cache. Answers a
-        row for each: ttft_s, done_s (of the last token), cached, tokens."""
+        order; `max_tokens` of a body goes before the job's. They are sent when they arrive; `alone`: one after the
+        other; `forget`: into an empty cache. Answers a row for each: ttft_s, done_s (of the last token), cached,
+        tokens."""
         if job.get("forget") and not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its cache: requests are still under way")
         asked = [Asked(0.0, body) for body in job["requests"]]
@@ -138,7 +139,11 @@ class Runner:
 
         extra = {"kv_transfer_params": body["kv_transfer_params"]} if "kv_transfer_params" in body else None
         sampling = SamplingParams(
-            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=extra
+            max_tokens=body.get("max_tokens", max_tokens),
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=extra,
         )
         self._number += 1
         name = str(self._number)

@@ -124,7 +124,7 @@ def load(
             made.append(asked | {"prompt": [*prefix, *(i for d in documents for i in d), *own]})
             continue
         for body in warm_for(prefix, documents, known, block_size=block_size):
-            made.append(body | {"at_s": at, "measured": False})
+            made.append(body | {"at_s": at, "measured": False, "max_tokens": 1})
         known |= {document_id(ids).hex() for ids in (prefix, *documents) if ids}
         made.append(asked | request(prefix, documents, own, mode="reuse", block_size=block_size))
     return first, then

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ def no_triton(x: torch.Tensor) -> str | None:
     """Why no Triton kernel takes a tensor of this kind here, or under its interpreter; None: it can."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     dtypes = [torch.float16, torch.float32] + [torch.bfloat16] * (not interpreted)
-    if importlib.util.find_spec("triton") is None:
+    if not _installed("triton"):
         return "Triton is not installed"
     if x.device.type != "cuda" and not interpreted:
         return f"the tensors are on {x.device}"
@@ -26,6 +27,11 @@ def no_triton(x: torch.Tensor) -> str | None:
     if x.dtype not in dtypes:
         return f"the tensors are {x.dtype} and must be one of {', '.join(map(str, dtypes))}"
     return None
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def chosen(
@@ -37,9 +43,11 @@ def chosen(
     """
     if kernel != "auto" and kernel not in known:
         known.get(kernel)  # raises, with the nearest name
-    refused = {name: refuses[name](*args) for name in (refuses if kernel == "auto" else [kernel])}
-    for name, why in refused.items():
+    refused: dict[str, str] = {}
+    for name in refuses if kernel == "auto" else [kernel]:
+        why = refuses[name](*args)
         if why is None:
             return name
+        refused[name] = why
     told = "; ".join(f"{name}: {why}" for name, why in refused.items())
     raise Unavailable(f"no {what} takes these tensors ({told}). kernel='auto' picks one that can.")

@@ -8,14 +8,14 @@ captured CUDA graph goes on using them after `write` or `advance`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from tamis.core.errors import InvalidInput
 from tamis.kernels.lists import TILE
-from tamis.kernels.paged import DOCUMENT, LENGTH, POSITION, KeyTiles
+from tamis.kernels.paged import DOCUMENT, LENGTH, PAGE, POSITION, KeyTiles, repeated
 from tamis.kernels.paged_packed import joined_tiles
 
 MOST_PAGES = 16  # of a split: short enough to even out many programs, long enough that partial results stay < 1 %
@@ -96,17 +96,35 @@ class DecodePlan:
         splits, ranges = zeros(room.splits, 4), zeros(room.requests, 2)
         return cls(tiles, splits, ranges, growing, positions, room, programs, split_pages)
 
-    def write(self, requests: Sequence[KeyTiles], q_position: torch.Tensor, *, kv_heads: int) -> int:
+    def part(self, requests: int, splits: int) -> DecodePlan:
+        """The plan of so many requests and splits that lies in the first places of this one's tensors: what is written
+        into one is in the other, too. For captured CUDA graphs of several sizes."""
+        room = self.room._replace(requests=min(requests, self.room.requests), splits=min(splits, self.room.splits))
+        n = room.requests
+        return replace(
+            self, splits=self.splits[: room.splits], ranges=self.ranges[:n], growing=self.growing[:n],
+            q_position=self.q_position[:n], room=room, scratch={},
+        )  # fmt: skip
+
+    def write(
+        self,
+        requests: Sequence[KeyTiles],
+        q_position: torch.Tensor,
+        *,
+        kv_heads: int,
+        spare: Sequence[int] | None = None,
+    ) -> int:
         """Put these requests into the plan's first places (the others get no keys); returns the splits in use.
 
         requests: tables on the CPU, none empty; q_position: integers [len(requests), Tq], increasing in a request.
+        spare: of each, how many of its last tiles have no keys yet and wait for `next_tile`; none, if not given.
         Copies to a GPU are queued on the current stream, which is not waited for. Raises InvalidInput for what the
         plan has no room for; the plan is then unchanged.
         """
         self._check(requests, q_position)
         self.scratch.clear()
         counts = torch.tensor([r.table.shape[0] for r in requests])
-        request = torch.repeat_interleave(torch.arange(len(requests)), counts)
+        request = repeated(counts)
         joined = joined_tiles(requests)
         table, holes = joined.table, joined.holes
         if holes is None and self.tiles.holes is not None:
@@ -133,7 +151,7 @@ class DecodePlan:
         place = torch.empty_like(rows)
         place[order] = rows
         growing = torch.full_like(self.growing, self.room.tiles, device="cpu")
-        growing[: len(requests)] = place[counts.cumsum(0) - 1]
+        growing[: len(requests)] = place[counts.cumsum(0) - 1 - torch.tensor(spare or [0] * len(requests))]
         _put(self.tiles.table, table[order])
         if holes is not None and self.tiles.holes is not None:
             _put(self.tiles.holes, holes[order])
@@ -154,6 +172,17 @@ class DecodePlan:
         lengths = self.tiles.table[:, LENGTH]
         lengths.index_add_(0, self.growing, torch.full_like(self.growing, tokens, dtype=torch.int32))
         self.q_position.add_(tokens)
+
+    def next_tile(self, requests: Sequence[int], pages: Sequence[int]) -> None:
+        """These requests go on in their next spare tile, which lies in that page and has no keys yet."""
+        of, number = (
+            torch.tensor(x, dtype=kind) for x, kind in ((requests, torch.int64), (pages, self.tiles.table.dtype))
+        )
+        if self.growing.is_cuda:
+            of, number = of.pin_memory(), number.pin_memory()
+        of, number = (x.to(self.growing.device, non_blocking=True) for x in (of, number))
+        self.growing.index_add_(0, of, torch.ones_like(of))
+        self.tiles.table.view(-1).index_copy_(0, self.growing[of] * 4 + PAGE, number)
 
     def _check(self, requests: Sequence[KeyTiles], q_position: torch.Tensor) -> None:
         room = self.room

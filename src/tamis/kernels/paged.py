@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tamis.core.errors import InvalidInput
@@ -84,7 +85,7 @@ class KeyTiles:
         place = {offset: i for i, offset in enumerate(offsets)} | {0: ABSOLUTE}
         own = torch.tensor([(s.length, s.position, place[s.offset]) for s in segments]).view(-1, 3)
         counts = torch.tensor([len(s.pages) for s in segments], dtype=torch.int64)
-        of = torch.repeat_interleave(torch.arange(len(segments)), counts)
+        of = repeated(counts)
         before = (torch.arange(len(of)) - (counts.cumsum(0) - counts)[of]) * page
         length, position, document = own[of].unbind(1)
         numbers = torch.tensor([number for s in segments for number in s.pages], dtype=torch.int64)
@@ -219,6 +220,12 @@ def runs_of(
     of = torch.full_like(size, ABSOLUTE)
     of.scatter_reduce_(-1, run, torch.where(valid, document, ABSOLUTE), "amax")
     return torch.stack([size.cumsum(-1, dtype=torch.int32), of], -1), torch.stack([near, total], -1)
+
+
+def repeated(counts: torch.Tensor) -> torch.Tensor:
+    """int64 [sum]: i as often as `counts` [n] says, in order. On a CPU; `torch.repeat_interleave` would wake every
+    thread for a handful of numbers, which takes milliseconds where there are many."""
+    return torch.from_numpy(np.repeat(np.arange(len(counts)), counts.numpy()))
 
 
 def turned_back(q: torch.Tensor, tiles: KeyTiles, document: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from tamis.core.errors import InvalidInput
 from tamis.kernels.lists import TILE
-from tamis.kernels.paged import ABSOLUTE, MOST_POSITIONS, KeyTiles, PagedLists
+from tamis.kernels.paged import ABSOLUTE, MOST_POSITIONS, KeyTiles, PagedLists, repeated
 
 
 class Alone(NamedTuple):
@@ -83,5 +83,5 @@ def _firsts(counts: torch.Tensor) -> torch.Tensor:
 
 def _spread(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """For all things, whose they are and which of that one's."""
-    of = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    of = repeated(counts)
     return of, torch.arange(len(of)) - _firsts(counts)[of]

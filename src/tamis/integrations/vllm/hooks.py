@@ -298,11 +298,15 @@ def _no_full_graph_v1(stock: Callable[..., Any]) -> Callable[..., Any]:
     return determine
 
 
-def _no_full_graph_v2(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _graph_v2(stock: Callable[..., Any]) -> Callable[..., Any]:
     def dispatch(
         manager: Any, n_requests: int, n_tokens: int, uniform_token_count: int | None, *args: Any, **kwargs: Any
     ) -> Any:
         if rows.running is not None:
+            loras = kwargs.get("num_active_loras", 0)
+            own = rows.running.replays(n_requests, n_tokens, loras) if uniform_token_count == 1 else None
+            if own is not None:
+                return own, None
             uniform_token_count = None  # a graph of the whole model is one of requests with so many tokens each
             kwargs |= {"uniform_decode": False} if "uniform_decode" in kwargs else {}
             if not compat.splits_at_attention(manager):
@@ -310,6 +314,26 @@ def _no_full_graph_v2(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(manager, n_requests, n_tokens, uniform_token_count, *args, **kwargs)
 
     return dispatch
+
+
+def _capture_v2(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        taken = stock(self, *args, **kwargs)
+        if settings_of(self.vllm_config) is not None:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            taken += rows.capture(get_kv_transfer_group().tamis_worker, self)
+        return taken
+
+    return capture_model
+
+
+def _replay_v2(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def run_fullgraph(self: Any, *args: Any, **kwargs: Any) -> Any:
+        replayed = None if rows.running is None else rows.running.replayed
+        return stock(self if replayed is None else replayed.manager, *args, **kwargs)
+
+    return run_fullgraph
 
 
 def _prepare_v2(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -344,5 +368,7 @@ WORKER_V2 = (
     Hook(V2, "GPUModelRunner.execute_model", _execute(_order_v2)),
     Hook(V2, "GPUModelRunner.prepare_inputs", _prepare_v2),
     Hook(V2, "GPUModelRunner.initialize_kv_cache", _check_model),
-    Hook(V2, "dispatch_cg_and_sync_dp", _no_full_graph_v2),
+    Hook(V2, "GPUModelRunner.capture_model", _capture_v2),
+    Hook(V2, "dispatch_cg_and_sync_dp", _graph_v2),
+    Hook("vllm.v1.worker.gpu.cudagraph_utils", "ModelCudaGraphManager.run_fullgraph", _replay_v2),
 )

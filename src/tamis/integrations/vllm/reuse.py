@@ -7,7 +7,8 @@ take no position and are never read. Knows pages and positions, not models.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -71,14 +72,33 @@ class ReuseRows:
     ) -> None:
         """q and out [batch rows, Hq, D]; keys and values [pages, Hkv, page, D]. Writes these rows of `out`."""
         if self.index is not None and self.tiles is not None and self.lists is not None:
-            picked = q[self.index].transpose(0, 1)
+            picked = q.index_select(0, self.index).transpose(0, 1)
             made, _ = paged_attention(picked, keys, values, self.tiles, self.lists, scale=scale)
-            out[self.index] = made.transpose(0, 1)
+            out.index_copy_(0, self.index, made.transpose(0, 1))
         if self.single is not None and self.plan is not None:
-            one, _ = paged_decode(q[self.single][:, :, None], keys, values, self.plan, scale=scale)
-            out[self.single] = one[:, :, 0]
+            one, _ = paged_decode(q.index_select(0, self.single)[:, :, None], keys, values, self.plan, scale=scale)
+            out.index_copy_(0, self.single, one[:, :, 0])
         if self.pads is not None:
-            out[self.pads] = 0
+            out.index_fill_(0, self.pads, 0)  # an assignment would bring the 0 to a GPU, and wait for it
+
+
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """Work for a GPU's plan by this thread alone: waking all others for a few thousand numbers takes milliseconds on a
+    machine with many cores, each time."""
+    before = torch.get_num_threads() if device.type == "cuda" else 1
+    if before > 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if before > 1:
+            torch.set_num_threads(before)
+
+
+def segments_of(row: Row, page: int) -> tuple[Segment, ...]:
+    """What a token behind all documents sees: its own keys last."""
+    return _piece(row, len(row.asked.spans) - 1, row.computed, row.end, 0, page).segments
 
 
 def plan_rows(
@@ -92,6 +112,19 @@ def plan_rows(
 ) -> ReuseRows:
     """Plan the rows (first row in the batch, what it is) of a step on the CPU and bring the plan to `device`, without
     waiting for it. kept: of the step before; it then is of this one."""
+    with one_thread(device):
+        return _planned(rows, angles, page=page, kv_heads=kv_heads, device=device, kept=kept)
+
+
+def _planned(
+    rows: Sequence[tuple[int, Row]],
+    angles: Angles,
+    *,
+    page: int,
+    kv_heads: int,
+    device: torch.device,
+    kept: Decodes | None,
+) -> ReuseRows:
     decoding = [(at, row) for at, row in rows if _decodes(row)]
     pieces, pads = _pieces([both for both in rows if not _decodes(both[1])], page)
     # documents first: theirs are planned together

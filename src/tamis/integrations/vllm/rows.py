@@ -17,6 +17,7 @@ from tamis.core.errors import BrokenInvariant
 from tamis.core.log import logger
 from tamis.integrations.vllm import compat
 from tamis.integrations.vllm.config import Settings, policy_of
+from tamis.integrations.vllm.decode_graphs import NARROW, WIDE, DecodeGraphs, Replay, Seats
 from tamis.integrations.vllm.request import Asked
 from tamis.integrations.vllm.reuse import Decodes, ReuseRows, plan_rows
 from tamis.integrations.vllm.sift import SiftJob, SiftReport
@@ -40,6 +41,7 @@ class Worker:
     bits: Callable[[Asked], Sequence[DocumentBits | None]] | None = None
     jobs: dict[str, SiftJob] = field(default_factory=dict)
     decodes: Decodes = field(default_factory=Decodes)
+    graphs: DecodeGraphs | None = None
     reports: deque[SiftReport] = field(default_factory=lambda: deque(maxlen=KEPT_REPORTS))
     counters: Counters = field(default_factory=Counters)
     _counting: deque[tuple[SiftJob, torch.Tensor, Any]] = field(default_factory=deque)
@@ -157,7 +159,36 @@ class Running:
     def __init__(self, worker: Worker, step: Step, order: Callable[[], Sequence[str]]) -> None:
         self.worker, self.step, self.order = worker, step, order
         self.rows = {row.request: row for row in step.rows}
-        self._moved: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.replayed: Replay | None = None
+        self._moved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def replays(self, requests: int, tokens: int, loras: int = 0) -> Any:
+        """vLLM's name of the graph of the whole model that computes this step's rows; None: there is none."""
+        graphs = self.worker.graphs if requests == tokens else None
+        self.replayed = None if graphs is None else graphs.replay(self.step.rows, requests, loras)
+        return None if self.replayed is None else self.replayed.descriptor
+
+    def seat(self, common: Any) -> None:
+        """Instead of `plan`, before vLLM makes its own metadata: let the graph that is replayed compute these rows.
+
+        vLLM's kernel is told that they have one key each: what it makes of them is not looked at.
+        """
+        assert self.replayed is not None and self.worker.graphs is not None, "no graph is replayed"
+        seats = [self.rows.get(name) for name in self.order()]
+        self.worker.graphs.seats.seat(self.replayed.plan, seats)
+        own = [(at, row) for at, row in enumerate(seats) if row is not None]
+        if len(own) != len(self.rows):
+            raise BrokenInvariant(f"{len(self.rows)} requests of Tamis were scheduled, {len(own)} are in the batch.")
+        both = torch.tensor([[at for at, _ in own], [row.asked.position(row.computed) for _, row in own]])
+        rows, places = (both.pin_memory() if common.seq_lens.is_cuda else both).to(
+            common.seq_lens.device, non_blocking=True
+        )
+        self._move(common.positions, rows, places)
+        self._move(common.seq_lens, rows, torch.ones_like(rows))
+
+    def _move(self, kept: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+        self._moved.append((kept, rows, kept[rows]))
+        kept.index_copy_(0, rows, values.to(kept.dtype))
 
     def plan(self, common: Any, build: Callable[[Any], Any]) -> Plan:
         """For vLLM's metadata of the batch; `build` makes stock metadata from that of some of its requests.
@@ -213,19 +244,40 @@ class Running:
         rows, positions = plan.moved
         if common.positions is None or common.positions.dim() != 1:
             raise BrokenInvariant("vLLM gave no positions, which reuse has to move.")
-        if self._moved is None:
-            self._moved = common.positions, rows, common.positions[rows]
-        common.positions[rows] = positions.to(common.positions.dtype)
+        if not self._moved:
+            self._move(common.positions, rows, positions)
         return plan, used
 
     def restore(self) -> None:
         """Put vLLM's own positions back: what comes after the model counts tokens by them."""
-        if self._moved is not None:
-            kept, rows, before = self._moved
-            kept[rows] = before
+        for kept, rows, before in self._moved:
+            kept.index_copy_(0, rows, before)
 
 
 running: Running | None = None
+capturing: DecodeGraphs | None = None
+
+
+def capture(worker: Worker, runner: Any) -> int:
+    """Capture graphs of decode steps with rows of Tamis beside a V2 model runner's own, as far as it has such; bytes
+    that they took."""
+    global capturing  # noqa: PLW0603 - the metadata's builder is called by vLLM
+    managers = compat.decode_managers(runner, 2) if worker.rotary is not None else []
+    if not managers:
+        return 0
+    rotary, most = worker.rotary, runner.max_num_reqs
+    assert rotary is not None, "asked above"
+    seats = Seats(most, rotary.angles, page=worker.block, kv_heads=worker.kv_heads, rotary_dims=rotary.dims,
+                  device=runner.device)  # fmt: skip
+    graphs = DecodeGraphs(seats, dict(zip((NARROW, WIDE), managers, strict=True)))
+    capturing = graphs
+    try:
+        taken = graphs.capture(runner)
+    finally:
+        capturing = None
+    worker.graphs = graphs
+    log.info("captured CUDA graphs of decode steps with documents, %.2f GiB", taken / (1 << 30))
+    return taken
 
 
 def begin(worker: Worker, step: Step, order: Callable[[], Sequence[str]]) -> None:

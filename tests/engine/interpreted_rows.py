@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from interpreted import fix_interpreter
-from test_cached_rows import MORE, SMALL, Scene
+from test_cached_rows import MORE, NONE, SMALL, Scene
 
 from tamis.cache.selfindex import sequence as sequences
 from tamis.engine.llm import LLM
@@ -37,7 +37,7 @@ def tiny() -> Any:
 
 
 def main() -> None:
-    """Two requests with records, one of which settles, and one without."""
+    """Two requests with records, one of which settles, one without, and two that choose none and many."""
     fix_interpreter()
     torch.set_num_threads(1)
     sequences.Growth = lambda: SMALL  # type: ignore[assignment, misc]
@@ -47,6 +47,9 @@ def main() -> None:
         parts = a.cache.layers[0].sequence.n_compressed
         for members in ((a, b), (a, b), (c, a, b), (c, a)):
             here.step(*members)
+        few, many = here.member(150, NONE), here.member(200, MORE)
+        here.step(few)  # alone, it needs next to no room for what is chosen
+        here.step(few, many)
         said = {
             "kernel": here.batch.seating.banks[0].kernel,
             "settled": a.cache.layers[0].sequence.n_compressed > parts + 64,

@@ -278,6 +278,29 @@ class TestRows:
         assert last.seat is not None and last.seat.bank is not None and last.seat.bank.kind.slots == 2048
         assert sorted(bank.kind.slots for bank in here.batch.seating.banks) == [2048, 4096]
 
+    def test_nothing_comes_into_a_row_that_was_left(self, scene: Callable[..., Scene]) -> None:
+        here = scene()
+        a, b = here.member(150), here.member(140)
+        here.step(a, b)
+        assert a.seat is not None and a.seat.bank is not None and b.seat is not None and a.seat.bank is b.seat.bank
+        for _ in range(a.seat.bank.kind.open + 2):  # more than the row would have room for
+            here.step(a)
+        here.step(a, b)
+        here.check()
+
+    def test_large_ones_are_put_in_place_layer_by_layer(
+        self, scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(decode_bank, "STACKED_BYTES", 0)
+        here = scene()
+        a, b = here.member(150), here.member(140)
+        for _ in range(30):  # the last part becomes longer, and another one begins
+            here.step(a, b)
+        assert len(_parts(a)) == 2
+        for member in (a, b):
+            here.same_caches(member)
+        here.check()
+
     def test_a_bank_has_room_for_the_largest_budget(self, scene: Callable[..., Scene]) -> None:
         here = scene()
         a, b = here.member(150, MORE), here.member(151, NONE)

@@ -110,7 +110,7 @@ def kind_of(seat: Seat, least: int = LEAST_SLOTS) -> Kind:
     slots, most = grown(max(least, need)), max(MOST_PARTS, grown(len(first.parts) + 1))
     while True:
         parts = max(4, min(most, slots // EPOCH))
-        exact = grow.keep.first + grow.keep.chosen + slots // grow.block * grow.chosen + parts
+        exact = grow.keep.first + grow.keep.chosen + slots // grow.block * grow.chosen
         if parts > len(first.parts) and exact >= seat.n_exact + EPOCH // grow.block * grow.chosen:
             return Kind(slots, parts, exact, first.settles_at, 1, True, grow)
         slots = grown(slots + 1)
@@ -175,11 +175,9 @@ class Bank:
         """Give a seat a free row, and put all that its sequences hold there. Raises InvalidInput if it is too small."""
         row = self.seats.index(None)
         self.seats[row], seat.bank, seat.row, seat.fresh = seat, self, row, 0
-        at = self._at(seat)
-        self._arena.clear(at)
-        self.refresh(seat)
+        self.refresh(seat)  # a free row has no tokens
         noted = [sequence.noted for sequence in seat.sequences]
-        self._energy[at].copy_(torch.cat([n[0] for n in noted if n is not None]))
+        self._energy[self._at(seat)].copy_(torch.cat([n[0] for n in noted if n is not None]))
         self.there[row] = 1
         self._most = max(self._most, seat.budget.count(sum(self.kind[:4])))
 

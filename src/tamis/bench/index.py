@@ -19,6 +19,7 @@ from tamis.attention.offline import Indexer, index_spec, observe_documents, pack
 from tamis.bench.results import Row
 from tamis.bench.shapes import random_model
 from tamis.bench.text import passages
+from tamis.core.dtypes import name_of
 from tamis.core.errors import ContextOverflow, InvalidInput, TamisError
 from tamis.index.spec import IndexSpec, Thresholds
 from tamis.index.store import RecordStore
@@ -134,7 +135,7 @@ def bench_index(
             offline.append(time.perf_counter() - between)
     return IndexResult(
         model=subject.name,
-        dtype=str(next(subject.model.parameters()).dtype).removeprefix("torch."),
+        dtype=name_of(next(subject.model.parameters()).dtype),
         documents=len(subject.documents),
         tokens=max(map(len, subject.documents)),
         prefix_tokens=len(subject.prefix),

@@ -28,6 +28,7 @@ from tamis.bench.replay_blocks import BlockVariant
 from tamis.bench.results import Row
 from tamis.bench.shapes import check_layers, choose_experts, experts_of, random_model, shape_of
 from tamis.bench.ttft_report import Comparison, Timed, TtftResult, compare
+from tamis.core.dtypes import name_of
 from tamis.core.errors import InvalidInput
 from tamis.kernels.lists import counted
 
@@ -150,7 +151,7 @@ class Plan:
         """Such as `llama-3.1-8b/bf16`, or `qwen3-235b-a22b-4-of-94-layers/bf16` for a slice; a length follows."""
         whole = shape_of(self.shape).layers
         part = f"-{self.layers}-of-{whole}-layers" if self.is_slice else ""
-        precision = "fp8" if self.fp8 else str(dtype).removeprefix("torch.").replace("bfloat16", "bf16")
+        precision = "fp8" if self.fp8 else name_of(dtype).replace("bfloat16", "bf16")
         return f"{self.shape}{part}/{precision}"
 
     @property

@@ -54,7 +54,7 @@ class Plan:
     workload    and how many of its requests, arrivals a second, and tokens to which each piece of a prompt is cut
     warm        so many requests of the workload come before those, all at once, and are not measured; several such
                 numbers: one load after another, each from an empty cache
-    load_tokens of each answer to the workload's requests
+    load_tokens of each answer to the workload's requests; several: each load with one after the other
     answers     of "throughput": plain requests that are answered at length, all at once
     gpus        GPUs (on a CPU: processes) that "tp" and "pp" split a model over, which is compared with one alone
     block_size  of the engine with Tamis; stock vLLM keeps its own default
@@ -72,7 +72,7 @@ class Plan:
     rate: float = 8.0
     cut_tokens: int | None = None
     warm: int | Sequence[int] = 0
-    load_tokens: int = 1
+    load_tokens: int | Sequence[int] = 1
     gpus: int = 2
     block_size: int = 64
     deadline_s: float = 1800.0
@@ -99,6 +99,12 @@ class Plan:
     def warm_ups(self) -> Sequence[int]:
         """`warm`, of each load."""
         return (self.warm,) if isinstance(self.warm, int) else self.warm
+
+    @property
+    def loads(self) -> list[tuple[int, int]]:
+        """(requests before, tokens of an answer) of each load."""
+        tokens = (self.load_tokens,) if isinstance(self.load_tokens, int) else self.load_tokens
+        return [(warm, n) for n in tokens for warm in self.warm_ups]
 
 
 def installed() -> str:
@@ -169,9 +175,9 @@ class Sitting:
             for name, way in ways.items():
                 timed = functools.partial(self._timed, child, n, provider + name, way)
                 self._attempt(f"{self._case}/{n} {provider}{name}", timed)
-        for warm_up in self.plan.warm_ups if "load" in self.plan.parts else ():
-            loaded = functools.partial(self._loaded, child, provider + last, warm_up, reuse=bool(last))
-            self._attempt(f"load after {warm_up} {provider}{last}", loaded)
+        for load in self.plan.loads if "load" in self.plan.parts else ():
+            loaded = functools.partial(self._loaded, child, provider + last, *load, reuse=bool(last))
+            self._attempt(f"load after {load[0]} {provider}{last}", loaded)
 
     def _timed(self, child: Child, tokens: int, provider: str, way: Way) -> None:
         """The first tokens of prompts of one length, one after the other."""
@@ -204,7 +210,7 @@ class Sitting:
             rows.append(Row.of(case, provider, "throughput_vs_vllm", ratios, unit="1"))
         self._keep(rows)
 
-    def _loaded(self, child: Child, provider: str, warm_up: int, *, reuse: bool) -> None:
+    def _loaded(self, child: Child, provider: str, warm_up: int, tokens: int, *, reuse: bool) -> None:
         """The workload's requests as they arrive: times of those that ask, not of those that only warm documents."""
         plan = self.plan
         first, asked = prompts.load(
@@ -213,10 +219,10 @@ class Sitting:
         )  # fmt: skip
         if first:
             self._ask(child, first, alone=False, forget=True)
-        found = self._ask(child, asked, max_tokens=plan.load_tokens, alone=False, forget=not first)
+        found = self._ask(child, asked, max_tokens=tokens, alone=False, forget=not first)
         cut = "" if plan.cut_tokens is None else f"-cut-{plan.cut_tokens}"
         which = f"{plan.requests}-after-{warm_up}" if warm_up else f"first-{plan.requests}"
-        answers = "" if plan.load_tokens == 1 else f"+{plan.load_tokens}"
+        answers = "" if tokens == 1 else f"+{tokens}"
         case = f"{self._case}/{plan.workload.name}-{which}{cut}{answers}/poisson-{plan.rate:g}"
         rows, middle = load_rows(case, provider, asked, found)
         if provider == self.stock:
@@ -273,6 +279,7 @@ class Sitting:
             engine["load_format"] = "dummy"
         if self.gpus:
             engine["gpu_memory_utilization"] = 0.3 if small else 0.85
+            engine |= {"kv_cache_memory_bytes": 1 << 30} if small else {}
         replay = None
         if tamis is not None:
             engine["block_size"] = self.plan.block_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tamis.core.dtypes import ITEM_BYTES, name_of
 from tamis.core.errors import InvalidInput
 from tamis.core.registry import unknown
 
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     from tamis.model.family import Geometry
 
 PAGE_TOKENS = 128
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class KVSpec:
     @classmethod
     def of(cls, geometry: Geometry, dtype: object) -> KVSpec:
         """The cost of a model's keys and values kept in `dtype`, a torch.dtype or its name."""
-        name = str(dtype).removeprefix("torch.")
-        return cls(geometry.n_layers, geometry.n_kv_heads, geometry.head_dim, name)
+        return cls(geometry.n_layers, geometry.n_kv_heads, geometry.head_dim, name_of(dtype))
 
     @property
     def token_bytes(self) -> int:

@@ -10,6 +10,7 @@ import typer
 
 from tamis.cli.bench import Results, app, record
 from tamis.cli.options import Device, Dtype, Json, Model, load
+from tamis.core.dtypes import ITEM_BYTES
 from tamis.core.errors import InvalidInput
 
 
@@ -51,7 +52,7 @@ def index(
         else:
             where = device_of(device)
             name = dtype or ("bfloat16" if where.type == "cuda" else "float32")
-            if name not in ("float32", "bfloat16", "float16"):
+            if name not in ITEM_BYTES:
                 raise InvalidInput(f"dtype is {name!r}; allowed are float32, bfloat16 and float16.")
             made = shape_subject(shape, documents, tokens, device=str(where), dtype=getattr(torch, name), layers=layers)
             subject = stack.enter_context(made)

@@ -37,7 +37,7 @@ def vllm(
     ] = "0",
     rate: Annotated[float, typer.Option(help="Poisson arrivals a second.")] = 8.0,
     cut_tokens: Annotated[int | None, typer.Option(min=1, help="Cut each piece of a loaded prompt.")] = None,
-    load_tokens: Annotated[int, typer.Option(min=1, help="Of each answer to the workload.")] = 1,
+    load_tokens: Annotated[str, typer.Option(help="Of each answer to the workload; several numbers: in turn.")] = "1",
     gpus: Annotated[int, typer.Option(min=2, help="GPUs that tp and pp split a model over; on a CPU processes.")] = 2,
     block_size: Annotated[int, typer.Option(min=1, help="Of the engine with Tamis.")] = 64,
     deadline: Annotated[float, typer.Option(help="Seconds, of everything.")] = 1800.0,
@@ -72,8 +72,8 @@ def vllm(
     plan = Plan(
         shape, lengths_of(tokens), workload, [p.strip() for p in parts.split(",") if p.strip()], repeats=repeats,
         selector=selector, densities=densities, requests=requests, rate=rate, cut_tokens=cut_tokens, warm=warm_ups,
-        load_tokens=load_tokens, gpus=gpus, block_size=block_size, deadline_s=deadline,
-        sizes=Sizes(16, 64, 20) if tiny else Sizes(), answers=Answers(4, 64, 16) if tiny else Answers(),
+        load_tokens=lengths_of(load_tokens, "load-tokens", "answers such as 1,64"), gpus=gpus, block_size=block_size,
+        deadline_s=deadline, sizes=Sizes(16, 64, 20) if tiny else Sizes(), answers=Answers(4, 64, 16) if tiny else Answers(),
     )  # fmt: skip
     kept = Kept("vllm", results)
     made = bench_vllm(plan, kept.note, kept.keep)

@@ -11,6 +11,7 @@ from tamis.cli.bench import Results, record
 from tamis.cli.options import Device, Dtype, Json, Model, Yarn, progress
 from tamis.cli.train import converting
 from tamis.cli.train_forecast import Data, Local, Top
+from tamis.core.dtypes import name_of
 from tamis.core.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def forecast(
     some = [kept.get(i) for i in range(min(texts or (1 if small else 4), len(kept)))]
     with progress("texts") as step:
         found = eval_forecast(loaded, heads, some, Plan(rule, rows=rows, generated=generated), note=step)
-    dtype_name = str(loaded.model.dtype).removeprefix("torch.")
+    dtype_name = name_of(loaded.model.dtype)
     case = f"{loaded.name}/{dtype_name}/{'+'.join(names)}/{tokens}/top-{rule.top}{'' if folder else '/untrained'}"
     table = [Row.of(f"{case}/{w}", p, metric, values, unit=unit) for w, p, metric, values, unit in found.rows()]
     kept_in = record(table, "forecast", results)

@@ -14,6 +14,7 @@ from tamis.attention.policy import Policy
 from tamis.attention.reuse import ROOM_TOKENS, ReuseEngine
 from tamis.attention.reuse_store import DocumentStore, settings_of
 from tamis.cache.keys import fingerprint_digest
+from tamis.core.dtypes import name_of
 from tamis.core.errors import ContextOverflow, InvalidInput
 from tamis.corpus import Corpus, Hit, Passage, support
 from tamis.engine.answer import Answer, Comparison, Report, Source, Timing
@@ -152,7 +153,7 @@ class LLM:
     @property
     def dtype(self) -> str:
         """The weights' dtype, such as "float32"."""
-        return str(next(self.runner.model.parameters()).dtype).removeprefix("torch.")
+        return name_of(next(self.runner.model.parameters()).dtype)
 
     def fit(self, question: str, documents: Sequence[Document], *, room: int = 128) -> list[Document]:
         """The longest beginning of `documents` that leaves `room` tokens for the answer.

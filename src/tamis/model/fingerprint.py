@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tamis.core.dtypes import name_of
 from tamis.core.errors import NothingFound
 
 SAMPLES = 1024  # evenly spaced elements of each weight that are hashed beside the exact sum over all of them
@@ -36,7 +37,7 @@ def fingerprint(model: Any, tokenizer: Any | None) -> ModelFingerprint:
         weights=_weights(parameters, parameters.__getitem__),
         tokenizer=_tokenizer(tokenizer),
         rotary=rotary(model.config),
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        dtype=name_of(next(model.parameters()).dtype),
     )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tamis.core.dtypes import ITEM_BYTES
 from tamis.core.env import cache_dir
 from tamis.core.errors import InvalidInput, ModelNotFound, Unavailable
 from tamis.core.log import logger
@@ -247,7 +248,7 @@ def _device(name: str) -> torch.device:
 def _dtype(name: str) -> torch.dtype:
     import torch
 
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in known:
-        raise InvalidInput(f"dtype {name!r} is not known. Choices: {', '.join(known)}.")
-    return known[name]
+    if name not in ITEM_BYTES:
+        raise InvalidInput(f"dtype {name!r} is not known. Choices: {', '.join(ITEM_BYTES)}.")
+    found: torch.dtype = getattr(torch, name)
+    return found

@@ -22,6 +22,7 @@ from tamis.cache.document import Payload
 from tamis.cache.keys import DOCUMENTS, PREFIXES, DocumentKey, PrefixKey
 from tamis.cache.spec import KVSpec
 from tamis.cache.tiers.base import Medium, Tier
+from tamis.core.dtypes import IN_FILES
 from tamis.core.errors import BrokenInvariant, InvalidInput, PoolFull, StoreBusy, StoreDamaged
 from tamis.core.log import logger
 
@@ -34,7 +35,6 @@ HEADER_BYTES = 4096  # a disk page: the tensors behind it are aligned, and a fil
 ASIDE = "aside"
 _LENGTH = struct.Struct("<Q")
 _NAME = re.compile(r"[0-9a-f]{32}(?:-(\d+))?\.safetensors")
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _KINDS: dict[str, type[DocumentKey] | type[PrefixKey]] = {DOCUMENTS: DocumentKey, PREFIXES: PrefixKey}
 log = logger("cache")
 Key = DocumentKey | PrefixKey
@@ -211,7 +211,7 @@ class Disk(Medium):
     def _header(self, body: Body, checksum: int) -> bytes:
         """The file's first HEADER_BYTES, wholly decided by what it holds: a changed byte is seen by comparing."""
         half = body.n_tokens * self.spec.token_bytes // 2
-        tensor = {"dtype": _DTYPES[self.spec.dtype], "shape": self.spec.shape(body.n_tokens)}
+        tensor = {"dtype": IN_FILES[self.spec.dtype], "shape": self.spec.shape(body.n_tokens)}
         key = body.key
         text = {
             "__metadata__": {

@@ -80,6 +80,10 @@ class TamisConnector(KVConnectorBase_V1):
 
     # -- the scheduler's side
 
+    def on_new_request(self, request: Any) -> None:
+        """Called before the request's blocks are looked for."""
+        self.scheduler.came(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens behind the computed ones that lie on the shelf; they are loaded in the same step."""
         return self.scheduler.matched(request, num_computed_tokens), False

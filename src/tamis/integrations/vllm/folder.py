@@ -25,6 +25,7 @@ import torch
 
 from tamis.cache.keys import DocumentKey
 from tamis.cache.tiers.disk import HEADER_BYTES
+from tamis.core.dtypes import IN_FILES, name_of
 from tamis.core.errors import InvalidInput, NotCached, PoolFull, StoreDamaged
 from tamis.core.log import logger
 
@@ -32,14 +33,7 @@ FORMAT = "tamis-shelf"
 VERSION = 1
 SUFFIX, TEMPORARY, PIN = ".safetensors", ".tmp", ".pin"
 _LENGTH = struct.Struct("<Q")
-_DTYPES = {
-    torch.int64: "I64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint8: "U8",
-}
-_TORCH = {name: dtype for dtype, name in _DTYPES.items()}
+_TORCH: dict[str, torch.dtype] = {said: getattr(torch, name) for name, said in IN_FILES.items()}
 _numbers = count()
 log = logger("vllm")
 
@@ -303,7 +297,8 @@ class SharedFolder:
         text: dict[str, Any] = {"__metadata__": meta}
         at = 0
         for name, t in tensors.items():
-            text[name] = {"dtype": _DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
+            kind = IN_FILES[name_of(t.dtype)]
+            text[name] = {"dtype": kind, "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
             at += t.nbytes
         return text
 

@@ -351,7 +351,9 @@ def _check_model(stock: Callable[..., Any]) -> Callable[..., Any]:
         if settings_of(self.vllm_config) is not None:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-            get_kv_transfer_group().check_model(self.get_model())
+            group = get_kv_transfer_group()
+            group.check_model(self.get_model())
+            group.worker.warm_up()
         return made
 
     return initialize_kv_cache

@@ -37,11 +37,11 @@ def check_registered() -> None:
 
 
 def _register() -> None:
-    from tamis.integrations.vllm import compat, hooks
+    from tamis.integrations.vllm import compat, hooks, weights
 
     compat.check_version()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     for stock in compat.BACKENDS.values():
         register_backend(getattr(AttentionBackendEnum, stock.name), stock.ours)
-    hooks.install(hooks.CORE)
+    hooks.install((*hooks.CORE, *weights.HOOKS))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tamis.core.dtypes import name_of
 from tamis.core.errors import StoreMismatch, Unavailable
 from tamis.index.encode import Bits
 from tamis.index.store import RecordStore
@@ -34,7 +35,7 @@ class Records:
     def check(self, vllm_config: Any, tile: int) -> None:
         """Raises StoreMismatch where the bits are not this model's, Unavailable where that cannot be told."""
         model, spec = vllm_config.model_config, self.store.spec
-        config, dtype = model.hf_text_config, str(model.dtype).removeprefix("torch.")
+        config, dtype = model.hf_text_config, name_of(model.dtype)
         made, found = spec.fingerprint, []
         served = {"architecture": architecture(config), "rotary": rotary(config), "dtype": dtype}
         for name, value in served.items():

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tamis.cache.keys import DOCUMENTS, namespaced
+from tamis.core.dtypes import ITEM_BYTES
 from tamis.core.errors import Unavailable
-from tamis.integrations.vllm import records
+from tamis.integrations.vllm import records, weights
 from tamis.integrations.vllm.config import Settings
 from tamis.integrations.vllm.hooks import asked_of, check_named
 from tamis.integrations.vllm.request import Asked, Unit
@@ -41,6 +42,19 @@ class SchedulerSide:
         self._known: dict[str, _Known] = {}
         self._matched: dict[str, tuple[int, int]] = {}
         self._gone: list[str] = []
+        self._own = True  # whether the model's weights are those that the shelf is of
+        self._changed = False
+
+    def came(self, request: Any) -> None:
+        """A request is new. Its blocks were named when it was made, which may be before the weights were changed."""
+        if self._changed and asked_of(request, self.settings, self.config) is not None:
+            weights.rename(request)
+
+    def reweighed(self, *, own: bool) -> None:
+        """The model has other weights than before. own: those that the shelf is of, again."""
+        self._changed, self._own = True, own
+        for known in self._known.values():
+            known.place = None  # part of its documents is of other weights
 
     def matched(self, request: Any, computed: int) -> int:
         """Tokens behind the `computed` ones that the shelf has: whole blocks of documents, one behind another."""
@@ -124,6 +138,8 @@ class SchedulerSide:
         name does not say which weights it has after a restart."""
         if asked.mode != "reuse" or self.shelf is None or request.lora_request:
             return None
+        if not self._own or getattr(request, "tamis_mixed", False):
+            return None
         place = asked.namespace or self.settings.namespace
         if not request.cache_salt:
             return place
@@ -188,7 +204,7 @@ def check_config(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> 
         "speculative decoding": vllm_config.speculative_config is not None,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-        f"a KV cache in {cache.cache_dtype}": cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
+        f"a KV cache in {cache.cache_dtype}": cache.cache_dtype not in ("auto", *ITEM_BYTES),
         f"{len(kv_cache_config.kv_cache_groups)} groups of KV caches (a hybrid model)": (
             len(kv_cache_config.kv_cache_groups) != 1
         ),

@@ -23,6 +23,7 @@ from tamis.cache.spec import KVSpec
 from tamis.cache.store import DocumentCache
 from tamis.cache.tiers.base import Tier
 from tamis.cache.tiers.host import host_tier
+from tamis.core.dtypes import name_of
 from tamis.core.errors import CacheFull, InvalidInput, NotCached, PoolFull, StoreDamaged
 from tamis.core.log import logger
 from tamis.core.registry import unknown
@@ -241,7 +242,7 @@ class Shelf:
             self._layers = names
             if self._host_bytes and self._cache is None:
                 layers, heads, _, width = keys.shape
-                spec = KVSpec(layers, heads, width, _name(keys.dtype))
+                spec = KVSpec(layers, heads, width, name_of(keys.dtype))
                 self._tier = host_tier(spec, self._host_bytes)
                 self._cache = DocumentCache([self._tier])
 
@@ -249,7 +250,7 @@ class Shelf:
 def encoded(payload: Payload, form: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """A document as the tensors of a file, and the notes that `decoded` needs."""
     keys, values = payload.keys, payload.values
-    notes = {"form": form, "dtype": _name(keys.dtype)}
+    notes = {"form": form, "dtype": name_of(keys.dtype)}
     if form != "selfindex":
         dtype = torch.bfloat16 if form == "bf16" else keys.dtype
         return {"keys": keys.to(dtype), "values": values.to(dtype)}, notes
@@ -296,7 +297,3 @@ def _sixteen(given: bytes | str, what: str) -> bytes:
     if len(made) != ID_BYTES:
         raise InvalidInput(f"the {what} is {given!r}; expected {ID_BYTES} bytes or {2 * ID_BYTES} hex digits.")
     return made
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

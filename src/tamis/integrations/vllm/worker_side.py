@@ -15,6 +15,7 @@ from tamis.integrations.vllm.config import Settings
 from tamis.integrations.vllm.rows import Worker
 from tamis.integrations.vllm.scheduler_side import parts_of
 from tamis.integrations.vllm.step import Counters, Move, Step
+from tamis.integrations.vllm.warm_up import build_kernels
 from tamis.model.rope import Rotary
 
 WAITING_BYTES = 4 << 30  # of host memory for documents that a slower disk has not taken yet
@@ -72,6 +73,14 @@ class WorkerSide:
         rotary = Rotary.of(self.config.model_config.hf_text_config)
         check_rotary(rotary, model)
         self.state.rotary = rotary
+
+    def warm_up(self) -> None:
+        """Build kernels, with the model checked and its caches there."""
+        layers = self.config.compilation_config.static_forward_context
+        names = [name for name in layers if hasattr(getattr(layers[name], "impl", None), "num_heads")]
+        if names and self.caches:
+            name = names[0]
+            build_kernels(self.state, layers[name].impl, self.caches[compat.layer_number(name)])
 
     def load(self, step: Step) -> None:
         """Copy documents from the shelf into their blocks."""

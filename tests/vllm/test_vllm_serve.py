@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm_ray import environment as of_ray
 
 from tamis.integrations.vllm.client import request, signed_namespace, warm
 from tiny_chat import tiny_tokenizer
@@ -34,9 +36,11 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
 }
 GPU = torch.cuda.is_available()
-PLACE = ("--dtype", "bfloat16", "--gpu-memory-utilization", "0.3") if GPU else ("--dtype", "float32")
+MEMORY = ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(1 << 30))
+PLACE = ("--dtype", "bfloat16", *MEMORY) if GPU else ("--dtype", "float32")
 TEXTS = ["alpha beta gamma " * 12, "delta epsilon zeta eta " * 15, "theta iota kappa " * 9]
 
 
@@ -133,15 +137,15 @@ def served(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
             nodes = ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--node-rank"]
             every = [[*command, *front, *nodes, "0"], [*command, *nodes, "1", "--headless"]]
         server, running = Server(port), []
+        stack = ExitStack()
+        variables = os.environ | ENVIRONMENT
+        if "ray" in more and not GPU:
+            variables |= stack.enter_context(of_ray(ENVIRONMENT["VLLM_PLUGINS"]))
         try:
             for i, one in enumerate(every):
                 log = logs / f"{port}-{i}.log"
                 with log.open("w") as out:
-                    running.append(
-                        subprocess.Popen(
-                            one, stdout=out, stderr=out, env=os.environ | ENVIRONMENT, start_new_session=True
-                        )
-                    )
+                    running.append(subprocess.Popen(one, stdout=out, stderr=out, env=variables, start_new_session=True))
             wait_for(server, running, logs / f"{port}-0.log")
             yield server
         finally:
@@ -153,6 +157,7 @@ def served(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait(30)
+            stack.close()
 
     return serve
 
@@ -249,6 +254,9 @@ PARALLEL = {
     "tensor": ("--tensor-parallel-size", "2"),
     "data": ("--data-parallel-size", "2"),
     "nodes": ("--tensor-parallel-size", "2", "--nnodes", "2", "--distributed-executor-backend", "mp"),
+    # not eager: on a CPU vLLM makes the buffer between stages when it warms up, and does not warm up an eager engine
+    "pipeline": ("--pipeline-parallel-size", "2", "--no-enforce-eager"),
+    "ray": ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"),
 }
 
 
@@ -270,13 +278,20 @@ def answers(served: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 def test_parallel_engines_answer_as_one_does(
     served: Callable[..., Any], answers: list[str], tmp_path: Path, way: str
 ) -> None:
+    if way == "ray" and importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed here; `pip install ray` beside vLLM runs this, too")
     with served(tmp_path, *PARALLEL[way]) as many:
         documents = put_all(many)
-        for _ in range(2):  # a second time from another engine, or from blocks that are there
+        computed = 4 + sum(len(d["token_ids"]) for d in documents)
+        for turn in range(2):  # a second time from another engine, or from blocks that are there
             assert answers_of(many, documents) == answers
+            assert turn or many.metric("vllm:tamis_sift_tokens_total") == computed, "not once for every worker"
         assert many.metric("vllm:tamis_documents_saved_total") >= 3
         put_all(many, pin=True)
         assert [d["tier"] for d in many.ask("GET", "/v1/documents")[1]["data"]] == ["shelf"] * 3
+        assert many.ask("POST", "/reset_prefix_cache")[0] == 200
+        assert answers_of(many, documents) == answers
+        assert many.metric("vllm:tamis_documents_loaded_total") >= 3, "every worker's share is read again"
 
 
 def _check_documents(server: Server, documents: list[dict[str, Any]]) -> None:

@@ -131,6 +131,16 @@ def put_off(scheduler: Any, unread: set[int]) -> tuple[list[Any], set[str]]:
     return found, skipped
 
 
+def older_ray(parallel: Any) -> bool:
+    """Whether vLLM's older Ray executor starts the workers: it hears nothing of connectors but the last stage's."""
+    backend = parallel.distributed_executor_backend
+    if backend == "ray":
+        from vllm import envs
+
+        return not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False)
+    return any(c.__name__ == "RayDistributedExecutor" for c in getattr(backend, "__mro__", ()))
+
+
 def splits_at_attention(graphs: Any) -> bool:
     """Whether the CUDA graphs that a runner keeps for batches of any kind leave attention out, to run by itself.
 

@@ -134,8 +134,7 @@ class TamisConnector(KVConnectorBase_V1):
 
     def get_kv_connector_stats(self) -> Any:
         """Sums since the last call; None if there are none."""
-        side = self._worker if self._worker is not None else self.scheduler
-        taken = side.counters.taken()
+        taken = self.scheduler.counters.taken() if self._worker is None else self._worker.taken_counters()
         if not taken:
             return None
         from tamis.integrations.vllm import metrics

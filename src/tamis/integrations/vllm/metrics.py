@@ -18,9 +18,9 @@ from tamis.integrations.vllm.config import settings_of
 PREFIX = "vllm:tamis_"
 WORDS = {
     "reused_tokens": "Tokens of documents whose keys and values were there, in the cache's blocks or on the shelf.",
-    "documents_loaded": "Documents that came from the shelf.",
+    "documents_loaded": "Documents that came from the shelf; every worker counts its share of one.",
     "documents_unread": "Documents on the shelf that could not be read after all, and were computed again.",
-    "documents_saved": "Documents that the shelf took.",
+    "documents_saved": "Documents that the shelf took; every worker counts its share of one.",
     "sift_tokens": "Tokens of prompts that were computed sparsely.",
     "sift_unrecorded": "Documents of these without stored bits, where the selector works from such.",
     "sift_tiles": "Tiles of attention that these would have had computed densely.",

@@ -9,7 +9,7 @@ from typing import Any
 from tamis.cache.keys import DOCUMENTS, namespaced
 from tamis.core.dtypes import ITEM_BYTES
 from tamis.core.errors import Unavailable
-from tamis.integrations.vllm import records, weights
+from tamis.integrations.vllm import compat, records, weights
 from tamis.integrations.vllm.config import Settings
 from tamis.integrations.vllm.hooks import asked_of, check_named
 from tamis.integrations.vllm.request import Asked, Unit
@@ -211,6 +211,10 @@ def check_config(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> 
         f"max_num_batched_tokens below {least} (two tiles, and max_num_seqs)": scheduler.max_num_batched_tokens < least,
         f"long_prefill_token_threshold below two tiles, {2 * settings.tile}": 0 < threshold < 2 * settings.tile,
         "an encoder": bool(vllm_config.model_config.is_encoder_decoder),
+        # a share of a first stage that cannot be read would be told to nobody, and its blocks taken for loaded
+        "pipeline parallelism in vLLM's older Ray executor (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1 has the newer one)": (
+            parallel.pipeline_parallel_size > 1 and compat.older_ray(parallel)
+        ),
         "microbatches (--enable-dbo)": bool(getattr(parallel, "enable_dbo", False)),
     }
     for what, so in refused.items():

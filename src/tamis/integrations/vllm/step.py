@@ -50,6 +50,9 @@ class Step:
     finished: tuple[str, ...] = ()
 
 
+ALIKE = ("sift_tokens", "sift_unrecorded")  # what every worker of a model counts in full, and the first alone tells
+
+
 @dataclass
 class Counters:
     """Sums since the last report, by the names of the metrics."""

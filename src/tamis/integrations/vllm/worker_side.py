@@ -14,7 +14,7 @@ from tamis.integrations.vllm import backend, compat, hooks, records
 from tamis.integrations.vllm.config import Settings
 from tamis.integrations.vllm.rows import Worker
 from tamis.integrations.vllm.scheduler_side import parts_of
-from tamis.integrations.vllm.step import Counters, Move, Step
+from tamis.integrations.vllm.step import ALIKE, Counters, Move, Step
 from tamis.integrations.vllm.warm_up import build_kernels
 from tamis.model.rope import Rotary
 
@@ -38,8 +38,8 @@ class WorkerSide:
         if settings.index:
             heads = records.heads_of(vllm_config)
             self.state.bits = functools.partial(records.opened(settings.index).bits, heads=heads)
-        part = vllm_config.parallel_config.rank % max(1, parts_of(vllm_config))
-        self.shelf = settings.shelf(address, (part, parts_of(vllm_config)))
+        self.part = vllm_config.parallel_config.rank % max(1, parts_of(vllm_config))
+        self.shelf = settings.shelf(address, (self.part, parts_of(vllm_config)))
         self.caches: dict[int, torch.Tensor] = {}
         self._errors: set[int] = set()
         self._writer = ThreadPoolExecutor(1, "tamis-shelf")
@@ -49,6 +49,11 @@ class WorkerSide:
     def counters(self) -> Counters:
         """Sums since the last report."""
         return self.state.counters
+
+    def taken_counters(self) -> dict[str, float]:
+        """These sums, which start again; of those that all workers have alike only the first worker's."""
+        found = self.counters.taken()
+        return {name: value for name, value in found.items() if not self.part or name not in ALIKE}
 
     def register(self, caches: dict[str, torch.Tensor]) -> None:
         """Take the layers' caches. Raises Unavailable where a layer does not run Tamis's implementation."""

@@ -149,5 +149,6 @@ def test_vllms_numbers_are_moved_and_put_back(seats: Seats) -> None:
     common = SimpleNamespace(positions=positions, seq_lens=lengths)
     step.seat(common)
     assert positions.tolist() == [7, told.position(told.n_tokens + 4)] and lengths.tolist() == [8, 1]
+    step.seat(common)  # for layers of another kind
     step.restore()
     assert positions.tolist() == [7, told.n_tokens + 4] and lengths.tolist() == [8, told.n_tokens + 5]

@@ -174,6 +174,8 @@ class Running:
         vLLM's kernel is told that they have one key each: what it makes of them is not looked at.
         """
         assert self.replayed is not None and self.worker.graphs is not None, "no graph is replayed"
+        if self._moved:  # vLLM makes metadata for each kind of layer
+            return
         seats = [self.rows.get(name) for name in self.order()]
         self.worker.graphs.seats.seat(self.replayed.plan, seats)
         own = [(at, row) for at, row in enumerate(seats) if row is not None]

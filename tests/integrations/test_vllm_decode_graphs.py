@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from tamis.integrations.vllm import rows as rows_module
 from tamis.integrations.vllm.client import request
 from tamis.integrations.vllm.decode_graphs import AHEAD, NARROW, WIDE, DecodeGraphs, Seats, splits_of
-from tamis.integrations.vllm.request import Asked, parse
+from tamis.integrations.vllm.request import Asked, Span, parse
 from tamis.integrations.vllm.reuse import plan_rows
 from tamis.integrations.vllm.step import Row, Step
 from tamis.kernels.decode_plan import DecodePlan
@@ -79,6 +80,113 @@ def test_step_by_step_as_a_plan_of_its_own(seats: Seats, written: list[int]) -> 
     )
 
 
+@pytest.mark.parametrize("question", [PAGE - 1, PAGE, 2 * PAGE - 1])
+@pytest.mark.parametrize("documents", [(), (20,), (PAGE, 5)])
+def test_a_full_page_goes_on_in_the_next_one(
+    seats: Seats, written: list[int], documents: tuple[int, ...], question: int
+) -> None:
+    """Written where a step's token is the last one of its page, and other pages of the same split are not full."""
+    told, plan = asked(*documents, question=question), seats.part(2, NARROW)
+    start = told.n_tokens + -(told.n_tokens + 1) % PAGE
+    keys, values = (torch.randn(40, KV, PAGE, DIM) for _ in range(2))
+    for index in range(start, start + 3 * PAGE):
+        row = Row("r", told, index, 1, tuple(range(index // PAGE + 1)))
+        before = len(written)
+        seats.seat(plan, [None, row])
+        assert len(written) == before or index == start or not index % PAGE, "only where a page is begun"
+        q = torch.randn(2, HEADS, DIM)
+        made = paged_decode(q[:, :, None], keys, values, plan, scale=DIM**-0.5)[0][:, :, 0]
+        want = torch.zeros_like(q)
+        fresh = plan_rows([(1, row)], ROTARY.angles, page=PAGE, kv_heads=KV, device=CPU)
+        fresh.attend(q, keys, values, DIM**-0.5, want)
+        torch.testing.assert_close(made[1], want[1], atol=2e-6, rtol=2e-6, msg=f"token {index - start}")
+
+
+class Life:
+    """Requests that come, go, swap places, lose their blocks and get others, among rows that are vLLM's."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance, self.page = Random(seed), [16, 32, 64][seed % 3]
+        self.free = self.chance.sample(range(600), 600)
+        self.batch: list[str | None] = []
+        self.told: dict[str, Asked] = {}
+        self.at: dict[str, int] = {}
+        self.blocks: dict[str, list[int]] = {}
+
+    def text(self) -> Asked:
+        """Anything that a prompt may be."""
+        pick, spans, at = self.chance, list[Span](), 0
+        kinds = ["prefix"] * pick.randrange(2) + pick.choices(["document", "history"], k=pick.randrange(5))
+        for kind in [*kinds, pick.choice(["question", "document", "history"])]:
+            if kind == "document" and at % self.page:
+                spans.append(Span(at, at := at + -at % self.page, "pad"))
+            n = pick.choice([1, 7, self.page - 1, self.page, self.page + 1, 3 * self.page])
+            spans.append(Span(at, at := at + n, kind, "k" if kind == "document" else ""))
+        return Asked("reuse", tuple(spans))
+
+    def leave(self, name: str) -> None:
+        self.free += self.blocks.pop(name, [])
+        self.chance.shuffle(self.free)
+
+    def step(self) -> list[Row | None]:
+        """What happens, and then the batch."""
+        pick = self.chance
+        if pick.random() < 0.1 and len(self.batch) < 6:
+            name = f"r{pick.randrange(4)}"
+            if name not in self.batch:
+                told = self.told[name] = self.told.get("r0") or self.text() if pick.random() < 0.3 else self.text()
+                self.at[name] = pick.randrange(told.spans[-1].start, told.n_tokens + 1)
+                self.batch.append(name)
+        if pick.random() < 0.1 and len(self.batch) < 6:
+            self.batch.append(None)
+        if pick.random() < 0.1 and self.batch and (gone := self.batch.pop(pick.randrange(len(self.batch)))):
+            self.leave(gone)
+        named = [name for name in self.batch if name]
+        if pick.random() < 0.1 and named:  # put off, and back: perhaps earlier than it was
+            back = pick.choice(named)
+            if pick.random() < 0.7:  # else it gets the same blocks again
+                self.leave(back)
+            self.at[back] = pick.randrange(self.told[back].spans[-1].start, self.at[back] + 1)
+        if pick.random() < 0.1:
+            pick.shuffle(self.batch)
+        rows: list[Row | None] = []
+        for name in self.batch:
+            if name is None:
+                rows.append(None)
+                continue
+            own = self.blocks.setdefault(name, [])
+            while len(own) * self.page <= self.at[name] + pick.choice([0, 0, self.page]):
+                own.append(self.free.pop())
+            rows.append(Row(name, self.told[name], self.at[name], 1, tuple(own)))
+            self.at[name] += 1
+        return rows
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_comes_and_goes(seed: int) -> None:
+    life = Life(seed)
+    page = life.page
+    seats = Seats(MOST, ROTARY.angles, page=page, kv_heads=KV, rotary_dims=DIM, device="cpu")
+    keys, values = (torch.randn(600, KV, page, DIM) for _ in range(2))
+    for step in range(80):
+        batch = life.step()
+        ours = [(at, row) for at, row in enumerate(batch) if row is not None]
+        if not ours or life.chance.random() < 0.05:
+            continue  # a step that seats do not see
+        size = next(n for n in (1, 2, 4, 8) if n >= len(batch))
+        each = seats.width(size, [row for _, row in ours])
+        assert each is not None
+        plan = seats.part(size, each)
+        seats.seat(plan, batch)
+        q = torch.randn(size, HEADS, DIM)
+        made = paged_decode(q[:, :, None], keys, values, plan, scale=DIM**-0.5)[0][:, :, 0]
+        want = torch.zeros_like(q)
+        plan_rows(ours, ROTARY.angles, page=page, kv_heads=KV, device=CPU).attend(q, keys, values, DIM**-0.5, want)
+        at = [i for i, _ in ours]
+        torch.testing.assert_close(made[at], want[at], atol=5e-6, rtol=5e-6, msg=f"step {step}")
+        assert plan.q_position[at, 0].tolist() == [row.asked.position(row.computed) for _, row in ours]
+
+
 def test_what_does_not_go_on_is_written_anew(seats: Seats, written: list[int]) -> None:
     told = asked(70, 45)
     n = told.n_tokens - told.n_tokens % PAGE + 3 * PAGE + 2
@@ -99,6 +207,20 @@ def test_what_does_not_go_on_is_written_anew(seats: Seats, written: list[int]) -
         assert len(written) == before + 1, other
     seats.seat(seats.part(4, WIDE), [None, Row("b", told, n + 8, 1, blocks[1:])])
     assert len(written) == 7, "another graph's plan"
+
+
+def test_a_request_that_begins_anew_in_the_same_blocks(seats: Seats) -> None:
+    told, blocks = asked(20), tuple(range(12))
+    keys, values = (torch.randn(12, KV, PAGE, DIM) for _ in range(2))
+    for index in (told.n_tokens + 2 * PAGE, told.n_tokens + 2 * PAGE + 5, told.n_tokens + 1, told.n_tokens + PAGE):
+        row, q = Row("r", told, index, 1, blocks), torch.randn(1, HEADS, DIM)
+        seats.seat(seats.part(1, NARROW), [row])
+        made = paged_decode(q[:, :, None], keys, values, seats.part(1, NARROW), scale=DIM**-0.5)[0][:, :, 0]
+        want = torch.empty_like(q)
+        plan_rows([(0, row)], ROTARY.angles, page=PAGE, kv_heads=KV, device=CPU).attend(
+            q, keys, values, DIM**-0.5, want
+        )
+        torch.testing.assert_close(made, want, atol=2e-6, rtol=2e-6)
 
 
 def test_what_has_no_room_has_no_graph(seats: Seats) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tamis.integrations.vllm import hooks, rows
+from tamis.integrations.vllm import compat, hooks, rows
 
 
 class Mode(Enum):
@@ -72,3 +72,14 @@ def test_breakable_graphs_are_not(tamis_step: SimpleNamespace) -> None:
 def test_steps_without_tamis_are_stock(mode: Mode) -> None:
     asked = dispatched(mode, uniform_decode=True)
     assert asked == {"requests": 3, "tokens": 3, "uniform": 1, "need_eager": False, "uniform_decode": True}
+
+
+@pytest.mark.parametrize(
+    ("version", "whole"), [("0.26.0", True), ("0.26.1.post1", True), ("0.26.0+cu12.9", True), ("0.32.0", False)]
+)
+def test_whole_graphs_by_version(monkeypatch: pytest.MonkeyPatch, version: str, whole: bool) -> None:
+    monkeypatch.setattr(compat, "version", lambda: version)
+    looked: list[bool] = []
+    manager = SimpleNamespace(use_breakable_cg=False, needs_capture=lambda: bool(looked.append(True)))
+    assert compat.decode_managers(SimpleNamespace(cudagraph_manager=manager), 2) == []
+    assert looked == [True] * whole, "what this version has is looked at"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from tamis.integrations.vllm import compat, warm_up
-from tamis.integrations.vllm.config import Settings
+from tamis.integrations.vllm import compat, hooks, warm_up
+from tamis.integrations.vllm.config import CONNECTOR, MODULE, Settings
 from tamis.integrations.vllm.reuse import plan_rows
 from tamis.integrations.vllm.rows import Worker
 from tamis.model.rope import Rotary
@@ -44,3 +45,25 @@ def test_the_cache_is_as_before(what: str, monkeypatch: pytest.MonkeyPatch) -> N
     getattr(warm_up, what)(worker, impl, cache)
     assert torch.equal(cache, before) and not worker.jobs and not worker.reports
     assert warm_up.build_kernels(worker, impl, cache) == 0, "a CPU has nothing to build"
+
+
+def test_not_where_caches_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With vLLM's sleep mode, what is made there loses what it holds when the engine sleeps."""
+    done: list[str] = []
+    group = SimpleNamespace(
+        check_model=lambda model: done.append("checked"), worker=SimpleNamespace(warm_up=lambda: done.append("built"))
+    )
+    module = ModuleType("vllm.distributed.kv_transfer")
+    monkeypatch.setattr(module, "get_kv_transfer_group", lambda: group, raising=False)
+    for name in ("vllm", "vllm.distributed"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    transfer = SimpleNamespace(kv_connector=CONNECTOR, kv_connector_module_path=MODULE, kv_connector_extra_config={})
+    owner = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer), get_model=lambda: None)
+    wraps = {hook.name.rpartition(".")[2]: hook.wrap for hook in hooks.WORKER}
+    caches, warmed = wraps["initialize_kv_cache"], wraps["compile_or_warm_up_model"]
+    caches(lambda self: done.append("caches"))(owner)
+    warmed(lambda self: done.append("ready"))(owner)
+    assert done == ["caches", "checked", "built", "ready"]
+    warmed(lambda self: done.append("stock"))(SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=None)))
+    assert done[4:] == ["stock"]

@@ -62,6 +62,8 @@ def test_values_that_change_places() -> None:
 
 def test_weights_that_nobody_can_look_at() -> None:
     model = Model()
+    model.plain = torch.nn.Parameter(torch.empty(0, dtype=torch.int32), requires_grad=False)
+    assert digest(model).whole, "an order that a format does without"
     model.plain = torch.nn.Parameter(torch.empty(0))
     assert not digest(model).whole
 

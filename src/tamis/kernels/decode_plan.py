@@ -124,6 +124,8 @@ class DecodePlan:
         self._check(requests, q_position)
         self.scratch.clear()
         counts = torch.tensor([r.table.shape[0] for r in requests])
+        waiting = torch.tensor(spare or [0] * len(requests))
+        last = counts.cumsum(0) - 1 - waiting
         request = repeated(counts)
         joined = joined_tiles(requests)
         table, holes = joined.table, joined.holes
@@ -134,6 +136,7 @@ class DecodePlan:
         if holes is not None:
             full &= (holes == 0).all(-1)
         whole = full & (table[:, POSITION] + self.room.page - 1 <= q_position[:, 0].cpu()[request])
+        whole[last[waiting > 0]] = False  # one that goes on in the next tile has to lie before it, though it is full
         run_key = request * (self.room.documents + 1) + table[:, DOCUMENT] + 1
         order = run_key.argsort(stable=True)
         split = self._split_numbers(run_key[order], len(table) * kv_heads)
@@ -151,7 +154,7 @@ class DecodePlan:
         place = torch.empty_like(rows)
         place[order] = rows
         growing = torch.full_like(self.growing, self.room.tiles, device="cpu")
-        growing[: len(requests)] = place[counts.cumsum(0) - 1 - torch.tensor(spare or [0] * len(requests))]
+        growing[: len(requests)] = place[last]
         _put(self.tiles.table, table[order])
         if holes is not None and self.tiles.holes is not None:
             _put(self.tiles.holes, holes[order])

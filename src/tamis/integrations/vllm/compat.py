@@ -47,7 +47,7 @@ def check_version(found: str | None = None) -> str:
     found = found or version()
     if found is None:
         raise Unavailable("vLLM is not installed; pip install 'tamis[vllm]' adds it.")
-    minor = ".".join(found.split(".")[:2])
+    minor = _minor(found)
     if minor in READ:
         log.warning("vLLM %s was read, not tried, with this Tamis; tried are %s", found, ", ".join(TRIED))
     elif minor not in TRIED:
@@ -56,6 +56,11 @@ def check_version(found: str | None = None) -> str:
             "TamisConnector out of the configuration."
         )
     return found
+
+
+def _minor(found: str) -> str:
+    """ "0.26" of "0.26.0.post1"."""
+    return ".".join(found.split(".")[:2])
 
 
 def device_type() -> str:
@@ -156,7 +161,7 @@ def decode_managers(runner: Any, count: int) -> list[Any]:
     """So many `CudaGraphManager`s like the one that Model Runner V2 keeps its own decode graphs in, for others; none
     where it has none, with adapters (not tried), or several engines side by side (they agree on what to replay)."""
     graphs = runner.cudagraph_manager
-    if (version() or "").rpartition(".")[0] not in WHOLE_GRAPHS or graphs is None or graphs.use_breakable_cg:
+    if _minor(version() or "") not in WHOLE_GRAPHS or graphs is None or graphs.use_breakable_cg:
         return []
     if not graphs.needs_capture() or runner.lora_config is not None or runner.dp_size > 1:
         return []

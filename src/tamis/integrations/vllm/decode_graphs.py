@@ -8,6 +8,7 @@ plan, and a bool says whose row it is. Seats know rows and pages, not vLLM; grap
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ class Seats:
         self._angles, self._page, self._kv_heads = angles, page, kv_heads
         self._parts: dict[tuple[int, int], DecodePlan] = {}
         self._last: tuple[DecodePlan | None, tuple[Row | None, ...], list[int]] = (None, (), [])
+        self._kept: dict[str, Kept] = {}
 
     def part(self, requests: int, each: int) -> DecodePlan:
         """The plan for so many requests, with NARROW or WIDE splits for each of them."""
@@ -68,6 +70,7 @@ class Seats:
             ours[: len(rows)] = torch.tensor([row is not None for row in rows])
         self.ours.copy_(ours.pin_memory() if self.ours.is_cuda else ours, non_blocking=True)
         self._last = plan, tuple(rows), list(spare)
+        self._kept = {row.request: self._kept[row.request] for row in rows if row is not None}
 
     def _moved_on(self, plan: DecodePlan, rows: Sequence[Row | None]) -> bool:
         _, before, spare = self._last
@@ -77,7 +80,7 @@ class Seats:
         for seat, (old, row) in enumerate(zip(before, rows, strict=True)):
             if old is None and row is None:
                 continue
-            if old is None or row is None or not _goes_on(old, row):
+            if old is None or row is None or row.computed != old.computed + 1 or not _same(old, row):
                 return False
             if row.computed % self._page == 0:
                 if not spare[seat]:
@@ -95,14 +98,45 @@ class Seats:
         """The tiles of a row, and how many of them are still to be filled."""
         if row is None:  # one key of any page: a request has keys, and nobody looks at what it gives
             return KeyTiles(torch.tensor([[0, 1, 0, ABSOLUTE]], dtype=torch.int32), self._page), 0
-        made = KeyTiles.of(segments_of(row, self._page), self._angles, page=self._page)
-        begun = (row.end - 1) // self._page - row.asked.spans[-1].start // self._page + 1
+        kept = self._kept.get(row.request)
+        if kept is None or not kept.goes_on_to(row):
+            kept = self._kept[row.request] = Kept.of(row, self._angles, self._page)
+        return kept.tiles, kept.spare
+
+
+@dataclass
+class Kept:
+    """The tiles of a request's row, those that wait for keys last; moved on with it, so that rows which come and go
+    beside it cost little."""
+
+    row: Row
+    tiles: KeyTiles
+    spare: int
+
+    @classmethod
+    def of(cls, row: Row, angles: Angles, page: int) -> Kept:
+        """Made anew, with room up to the next AHEAD pages of its last text."""
+        made = KeyTiles.of(segments_of(row, page), angles, page=page)
+        begun = (row.end - 1) // page - row.asked.spans[-1].start // page + 1
         spare = -begun % AHEAD
         more = made.table[-1:].repeat(spare, 1)
         more[:, PAGE], more[:, LENGTH] = 0, 0
-        more[:, POSITION] += self._page * torch.arange(1, spare + 1, dtype=torch.int32)
+        more[:, POSITION] += page * torch.arange(1, spare + 1, dtype=torch.int32)
         holes = None if made.holes is None else torch.nn.functional.pad(made.holes, (0, 0, 0, spare))
-        return KeyTiles(torch.cat([made.table, more]), self._page, made.cos, made.sin, holes), spare
+        return cls(row, KeyTiles(torch.cat([made.table, more]), page, made.cos, made.sin, holes), spare)
+
+    def goes_on_to(self, row: Row) -> bool:
+        """Whether these are that row's tiles, which they are from then on: some tokens further, in the same blocks."""
+        page, before = self.tiles.page, self.row
+        first, last = before.computed // page, row.computed // page
+        same = before.computed <= row.computed and last - first <= self.spare and _same(before, row)
+        if same:
+            growing = len(self.tiles.table) - 1 - self.spare
+            for number in range(first, last + 1):
+                tile = self.tiles.table[growing + number - first]
+                tile[PAGE], tile[LENGTH] = row.blocks[number], min(page, row.end - number * page)
+            self.row, self.spare = row, self.spare - (last - first)
+        return same
 
 
 def splits_of(requests: int, each: int) -> int:
@@ -110,8 +144,9 @@ def splits_of(requests: int, each: int) -> int:
     return min(each * (requests + 6), MOST_SPLITS)
 
 
-def _goes_on(before: Row, row: Row) -> bool:
-    same = row.request == before.request and row.computed == before.computed + 1 and row.asked == before.asked
+def _same(before: Row, row: Row) -> bool:
+    """Whether a request has what it had, and perhaps more blocks."""
+    same = row.request == before.request and row.asked == before.asked
     return same and row.blocks[: len(before.blocks)] == before.blocks
 
 

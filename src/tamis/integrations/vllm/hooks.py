@@ -351,12 +351,22 @@ def _check_model(stock: Callable[..., Any]) -> Callable[..., Any]:
         if settings_of(self.vllm_config) is not None:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-            group = get_kv_transfer_group()
-            group.check_model(self.get_model())
-            group.worker.warm_up()
+            get_kv_transfer_group().check_model(self.get_model())
         return made
 
     return initialize_kv_cache
+
+
+def _warm_up(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # not where caches are made: what is kept from there, as lists for lengths that come again, is lost in a sleep
+        if settings_of(self.vllm_config) is not None:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            get_kv_transfer_group().worker.warm_up()
+        return stock(self, *args, **kwargs)
+
+    return compile_or_warm_up_model
 
 
 V1 = "vllm.v1.worker.gpu_model_runner"
@@ -365,6 +375,7 @@ WORKER = (
     Hook(V1, "GPUModelRunner.execute_model", _execute(_order_v1)),
     Hook(V1, "GPUModelRunner._determine_batch_execution_and_padding", _no_full_graph_v1),
     Hook(V1, "GPUModelRunner.initialize_kv_cache", _check_model),
+    Hook("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", _warm_up),
 )
 WORKER_V2 = (
     Hook(V2, "GPUModelRunner.execute_model", _execute(_order_v2)),

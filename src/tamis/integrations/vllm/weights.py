@@ -37,8 +37,9 @@ class Summed(NamedTuple):
 def summed(worker: Any) -> Summed:
     """Of vLLM's worker: 16 bytes that are others when any bit of the model's tensors is. Runs in each worker."""
     model = worker.get_model()
-    # what is packed for a CPU's products lies in something that is no tensor, and leaves an empty one behind
-    whole = all(parameter.numel() and not parameter.is_meta for parameter in model.parameters())
+    # what is packed for a CPU's products lies in something that is no tensor, and leaves an empty one behind; an empty
+    # int32 one is the order of channels, or zero points, that Marlin's formats may do without
+    whole = all((p.numel() or p.dtype == torch.int32) and not p.is_meta for p in model.parameters())
     found = [(n, t) for n, t in (*model.named_parameters(), *model.named_buffers()) if t.numel() and not t.is_meta]
     device = next((t.device for _, t in found), torch.device("cpu"))
     draw = torch.Generator().manual_seed(1)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -157,3 +158,35 @@ def test_empty_parts_are_refused(documents: list[list[int]], question: list[int]
 def test_the_client_needs_neither_vllm_nor_torch() -> None:
     code = "import sys, tamis.integrations.vllm.client; assert not {'vllm', 'torch'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        (("a text", [[1]], [2]), "the prefix is no row of token ids"),
+        (([1], [[1], "a text"], [2]), "document 2 is no row of token ids (it is a text)"),
+        (([1], [[1], []], [2]), "document 2 is empty"),
+        (([1], "a text", [2]), "documents are a text"),
+        (([1], [[1]], "42"), "the question is no row of token ids"),
+        (([1], [[1.5, 2.7]], [2]), "document 1 is no row of token ids"),
+        (([1], [[1]], [None]), "the question is no row of token ids"),
+    ],
+)
+def test_what_is_no_token_ids_is_named(parts: tuple[Any, Any, Any], says: str) -> None:
+    with pytest.raises(InvalidInput) as e:
+        request(*parts, block_size=16)
+    assert says in str(e.value)
+    with pytest.raises(InvalidInput):
+        warm_for(*parts[:2], block_size=16) if says.startswith(("document", "the prefix")) else request(*parts)
+
+
+@pytest.mark.parametrize("block_size", ["64", 0, 1.5, -1])
+def test_a_block_is_a_whole_number(block_size: Any) -> None:
+    for make in (lambda b: request([1], [[2]], [3], block_size=b), lambda b: warm([[2]], block_size=b)):
+        with pytest.raises(InvalidInput, match="block_size is"):
+            make(block_size)
+
+
+def test_rows_of_numbers_of_any_kind_will_do() -> None:
+    plain = request([1], [[2, 3]], [4], block_size=16)
+    assert request(np.array([1]), [np.array([2, 3], dtype=np.int32)], (4,), block_size=16) == plain

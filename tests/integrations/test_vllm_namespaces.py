@@ -60,7 +60,7 @@ def test_what_is_signed_must_still_be_a_name_of_documents(settings: Settings) ->
 def test_any_namespace_is_taken_unless_they_are_signed() -> None:
     any_one = Settings(min_tokens=0, accept_block_attention=True)
     assert asked(any_one, "reuse", namespace="mine").namespace == any_one.signed("mine") == "mine"
-    assert asked(any_one, "reuse").namespace == ""
+    assert asked(any_one, "reuse").namespace == "document"
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,22 @@ def test_short_secrets_and_names_that_cannot_be(tmp_path: Path) -> None:
     for name in ("prefix/a", "é", "x" * 68, "a\n", "\ud800"):
         with pytest.raises(InvalidInput, match="namespace"):
             signed_namespace(SECRET, name)
+
+
+def test_what_a_request_does_not_name_lies_where_the_server_says() -> None:
+    """As the documents that `/v1/documents` warmed there: in blocks, not on the shelf alone."""
+    for settings in (
+        Settings.of({"accept_block_attention": True}),
+        Settings.of({"accept_block_attention": True, "namespace": "ours"}),
+    ):
+        body = request([], [[1] * 16], [2], block_size=16)
+        asked = settings.asked(body["kv_transfer_params"], body["prompt"], block_size=16, device_type="cpu")
+        assert asked is not None and asked.namespace == settings.namespace
+
+
+def test_a_secrets_file_may_end_in_a_newline(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef\n")
+    name = signed_namespace(secret.read_bytes(), "document/C")
+    assert namespaces.verified(namespaces.secret_of(str(secret)), name) == "document/C"
+    assert name == signed_namespace(secret.read_bytes().strip(), "document/C")

@@ -15,6 +15,18 @@ def logger(name: str) -> logging.Logger:
     return logging.getLogger(f"tamis.{name}")
 
 
+def show_with(other: str) -> None:
+    """Called inside another program: show messages where its logger `other` shows its own, unless somebody has said
+    already where they go."""
+    ours, theirs = logging.getLogger("tamis"), logging.getLogger(other)
+    if any(not isinstance(h, logging.NullHandler) for h in (*ours.handlers, *logging.getLogger().handlers)):
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    if theirs.handlers and not ours.level:
+        ours.setLevel(theirs.level or logging.INFO)
+
+
 def log_to_stderr() -> None:
     """Called by the command line: show messages at the level of TAMIS_LOG."""
     level = logging.getLevelNamesMapping().get(log_level())

@@ -6,6 +6,7 @@ checks them: a document's key has to be that of its tokens.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,30 +58,57 @@ def layout(
     block_size   every document begins, and what follows the last one too, at a multiple of it; None: no pads
     Raises InvalidInput for an empty document or question, or a block_size below 1.
     """
-    if block_size is not None and block_size < 1:
-        raise InvalidInput(f"block_size is {block_size}; give that of the server, 1 or more.")
+    _check_block(block_size)
     if not len(question):
         raise InvalidInput("the question is empty; an answer goes on from it: give at least one token.")
     tokens: list[int] = []
     segments: list[Span] = []
 
-    def add(kind: str, ids: Sequence[int], key: str | None = None) -> None:
-        if len(ids):
+    def add(kind: str, ids: list[int], key: str | None = None) -> None:
+        if ids:
             segments.append((len(tokens), len(tokens) + len(ids), kind, key))
-            tokens.extend(int(i) for i in ids)
+            tokens.extend(ids)
 
     def fill() -> None:
         if block_size is not None:
             add(PAD, [pad_id] * (-len(tokens) % block_size))
 
-    add(Kind.PREFIX.value, prefix)
+    add(Kind.PREFIX.value, _ids("the prefix", prefix))
     fill()
-    for ids in documents:
+    for ids in _documents(documents):
         add(Kind.DOCUMENT.value, ids, document_id(ids).hex())
         fill()
-    add(Kind.HISTORY.value, history)
-    add(Kind.QUESTION.value, question)
+    add(Kind.HISTORY.value, _ids("the history", history))
+    add(Kind.QUESTION.value, _ids("the question", question))
     return Layout(tuple(tokens), tuple(segments))
+
+
+def _ids(what: str, ids: Sequence[int]) -> list[int]:
+    """Token ids of a part of a prompt. Raises InvalidInput."""
+    try:
+        if isinstance(ids, (str, bytes)):
+            raise TypeError("it is a text")
+        return [operator.index(i) for i in ids]
+    except TypeError as e:
+        raise InvalidInput(
+            f"{what} is no row of token ids ({e}); give what the model's tokenizer makes of it, or the `token_ids` of "
+            "GET /v1/documents/ID."
+        ) from e
+
+
+def _documents(documents: Any) -> list[list[int]]:
+    if isinstance(documents, (str, bytes)):
+        raise InvalidInput("documents are a text; give a list of documents, each a row of token ids.")
+    made = [_ids(f"document {number}", ids) for number, ids in enumerate(documents, 1)]
+    for number, ids in enumerate(made, 1):
+        if not ids:
+            raise InvalidInput(f"document {number} is empty; leave it out.")
+    return made
+
+
+def _check_block(block_size: int | None) -> None:
+    if block_size is not None and (not isinstance(block_size, int) or block_size < 1):
+        raise InvalidInput(f"block_size is {block_size!r}; give that of the server, a whole number from 1 on.")
 
 
 def request(
@@ -142,7 +170,7 @@ def warm_for(
     known, pack_tokens, choices   as for `warm`
     """
     there = set(known)
-    prompt = [ids for ids in (prefix_ids, *documents) if len(ids)]
+    prompt = [ids for ids in (_ids("the prefix", prefix_ids), *_documents(documents)) if ids]
     found = []
     for ids in prompt:
         key = document_id(ids).hex()
@@ -172,23 +200,25 @@ def warm(
     """
     there, packs = set(known), list[tuple[int, list[Sequence[int]]]]()
     missing: dict[str, Sequence[int]] = {}
-    for ids in documents:
+    _check_block(block_size)
+    for ids in _documents(documents):
         if (key := document_id(ids).hex()) not in there:
             missing.setdefault(key, ids)
-    for ids in sorted(missing.values(), key=len, reverse=True):
-        own = -(-len(ids) // block_size) * block_size
+    for tokens in sorted(missing.values(), key=len, reverse=True):
+        own = -(-len(tokens) // block_size) * block_size
         for i, (size, pack) in enumerate(packs):
             if size + own <= pack_tokens:
-                packs[i] = (size + own, [*pack, ids])
+                packs[i] = (size + own, [*pack, tokens])
                 break
         else:
-            packs.append((own, [ids]))
+            packs.append((own, [tokens]))
     return [request([], pack, [pack[-1][-1]], mode="reuse", block_size=block_size, **choices) for _, pack in packs]
 
 
 def signed_namespace(secret: bytes, name: str) -> str:
     """What `namespace` has to be on a server whose `namespaces` are "signed" with this secret, for whoever hands them
-    out: the name says whose documents these are, such as "document/CUSTOMER". Raises InvalidInput."""
-    check_namespace(signed := namespaces.sign(secret, name))
+    out: the name says whose documents these are, such as "document/CUSTOMER". Blanks at either end of the secret, as a
+    file may have, do not count. Raises InvalidInput."""
+    check_namespace(signed := namespaces.sign(secret.strip(), name))
     check_namespace(name)
     return signed

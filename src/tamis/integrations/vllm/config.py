@@ -107,6 +107,7 @@ class Settings:
         if not isinstance(params, Mapping) or "tamis" not in params:
             return None
         asked = parse(params["tamis"], tokens, block_size=block_size)
+        asked = replace(asked, namespace=asked.namespace or ("" if self.namespaces == "signed" else self.namespace))
         if self.namespaces == "signed":
             secret = namespaces.secret_of(self.namespace_secret)
             asked = replace(asked, namespace=namespaces.verified(secret, asked.namespace))

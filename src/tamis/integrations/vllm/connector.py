@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tamis.core.errors import InvalidInput
-from tamis.core.log import logger
+from tamis.core.log import logger, show_with
 from tamis.integrations.vllm import compat, fingerprint, plugin
 from tamis.integrations.vllm.config import settings_of
 from tamis.integrations.vllm.scheduler_side import SchedulerSide
@@ -40,6 +40,7 @@ class TamisConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Raises Unavailable where Tamis cannot do what is configured, InvalidInput for settings that cannot be."""
         super().__init__(vllm_config, role, kv_cache_config)
+        show_with("vllm")
         plugin.check_registered()
         version = compat.check_version()
         settings = settings_of(vllm_config)

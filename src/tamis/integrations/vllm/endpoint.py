@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tamis.cache.keys import DOCUMENTS, namespaced
 from tamis.core.errors import InvalidInput, NotCached, NothingFound, TamisError, Unavailable
-from tamis.core.log import logger
+from tamis.core.log import logger, show_with
 from tamis.corpus.stored import SharedTexts, StoredDocument, namespace_of, new_document
 from tamis.integrations.vllm import fingerprint
 from tamis.integrations.vllm.client import warm
@@ -150,6 +150,7 @@ class Documents:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Open texts and shelf, if the connector is configured."""
+        show_with("vllm")
         state.tamis_documents = None
         config = None if engine_client is None else engine_client.vllm_config
         settings = None if config is None else settings_of(config)

@@ -25,6 +25,8 @@ PAD = "pad"
 KINDS = (*(kind.value for kind in Kind), PAD)
 FIELDS = ("v", "mode", "segments", "selector", "namespace")
 SELECTOR_CHARACTERS = 200
+# a chat's prompt is written by the server, so segments do not fit it
+_LAID_OUT = "Segments are of the token ids that /v1/completions gets as `prompt`; a chat request cannot have them."
 DEPTH = 16
 
 
@@ -226,12 +228,12 @@ def _key(row: Sequence[Any], tokens: Sequence[int], *, leads: bool) -> str:
     if kind != Kind.DOCUMENT and not (kind == Kind.PREFIX and leads):
         return ""
     if end > len(tokens):
-        raise InvalidInput(f"segment [{start}, {end}) lies outside the prompt of {len(tokens)} tokens.")
+        raise InvalidInput(f"segment [{start}, {end}) lies outside the prompt of {len(tokens)} tokens. {_LAID_OUT}")
     own = document_id(tokens[start:end]).hex()
     if key is not None and key != own:
         raise InvalidInput(
             f"document [{start}, {end}) has the key {short(key)}, its tokens have {own!r}; give that, or null. "
-            "`tamis.prompt.segments.document_id` makes keys."
+            f"`tamis.prompt.segments.document_id` makes keys. {_LAID_OUT}"
         )
     return own
 
@@ -240,10 +242,12 @@ def _check_borders(asked: Asked, block: int) -> None:
     for number, span in enumerate(asked.spans):
         if span.kind == PAD and span.end % block:
             raise InvalidInput(
-                f"pads [{span.start}, {span.end}) must end at a multiple of the server's block of {block}."
+                f"pads [{span.start}, {span.end}) must end at a multiple of the server's block of {block}. "
+                f"Lay the prompt out with block_size={block}."
             )
         if asked.alone(number) and span.start % block:
             raise InvalidInput(
                 f"document [{span.start}, {span.end}) must begin at a multiple of the server's block of {block} tokens "
-                "to be reused; put pads before it, as `tamis.integrations.vllm.client.request` does."
+                "to be reused; put pads before it, as `tamis.integrations.vllm.client.request` does with "
+                f"block_size={block}."
             )

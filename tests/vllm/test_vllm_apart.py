@@ -128,6 +128,70 @@ def test_what_the_shelf_lost_is_written_again(engines: Engines, pieces: dict[str
     assert engine.run(asked(pieces, "ab"))[0].cached == shared(pieces, "ab")
 
 
+def test_what_is_found_in_blocks_alone_is_kept(
+    engines: Engines, pieces: dict[str, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deleted by somebody while its blocks stay: a request that computes none of it puts it on the shelf again."""
+    engine = engines.get(SETTINGS | {"directory": str(tmp_path)}, fresh=True)
+    first = engine.run(asked(pieces, "ab"))[0]
+    written(engine)
+
+    def files() -> dict[str, bytes]:
+        written(engine)
+        return {path.name: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
+
+    def lost() -> None:
+        for path in tmp_path.rglob("*.safetensors"):
+            path.unlink()
+
+    whole = files()
+    assert len(whole) == 3
+    lost()
+    again = engine.run(asked(pieces, "ba"))[0]  # the prefix, then in another order: all is found
+    assert again.cached == shared(pieces, "ab") and files() == whole, "the very bytes that were computed"
+    lost()
+    engine.run(asked(pieces, "ab"))
+    assert not files(), "not for every request, where there may be no room"
+    monkeypatch.setattr("tamis.integrations.vllm.scheduler_side.AGAIN_S", 0.0)
+    engine.run(asked(pieces, "ab"))
+    assert files() == whole
+    engine.llm.reset_prefix_cache()
+    loaded = engine.run(asked(pieces, "ab"))[0]
+    assert (loaded.cached, loaded.tokens) == (shared(pieces, "ab"), first.tokens)
+    assert engine.run(asked(pieces, "ab"))[0].tokens == first.tokens and files() == whole
+
+
+def test_blocks_that_could_not_be_loaded_are_not_kept(
+    engines: Engines, pieces: dict[str, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are damaged and go when they are read; who finds the blocks by then also finds the files gone."""
+    engine = engines.get(SETTINGS | {"directory": str(tmp_path)}, fresh=True)
+    orders = ("ab", "ba", "a")
+    answers = [engine.run(asked(pieces, order))[0].tokens for order in orders]
+    written(engine)
+    for path in tmp_path.rglob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-4] + b"torn")
+    engine.llm.reset_prefix_cache()
+    for cache in engine.worker.caches.values():
+        cache.zero_()  # else they may hold what they held before
+    side = engine.llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
+    stock = side.step
+
+    def step(output: Any) -> Any:
+        with monkeypatch.context() as gone:
+            gone.setattr(side.shelf, "has", lambda *_: False)
+            return stock(output)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(side, "step", step)
+        assert [made.tokens for made in engine.run(*(asked(pieces, order) for order in orders))] == answers
+    written(engine)
+    engine.llm.reset_prefix_cache()
+    for order, answer in zip(orders, answers, strict=True):
+        made = engine.run(asked(pieces, order))[0]
+        assert (made.cached, made.tokens) == (shared(pieces, order), answer), "what is on the shelf was computed"
+
+
 @pytest.mark.parametrize("stays", [False, True], ids=["deleted", "read-only"])
 def test_unread_documents_are_computed_by_all_who_share_them(
     engines: Engines, pieces: dict[str, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool

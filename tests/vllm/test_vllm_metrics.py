@@ -10,7 +10,7 @@ pytest.importorskip("vllm.version")
 prometheus_client = pytest.importorskip("prometheus_client")
 
 
-def shown() -> tuple[object, dict[str, float]]:
+def shown(**settings: object) -> tuple[object, prometheus_client.CollectorRegistry]:
     from tamis.integrations.vllm.metrics import TamisPromMetrics
 
     registry = prometheus_client.CollectorRegistry()
@@ -21,7 +21,7 @@ def shown() -> tuple[object, dict[str, float]]:
     transfer = SimpleNamespace(
         kv_connector="TamisConnector",
         kv_connector_module_path="tamis.integrations.vllm.connector",
-        kv_connector_extra_config={"modes": "sift"},
+        kv_connector_extra_config=settings,
     )
     config = SimpleNamespace(kv_transfer_config=transfer)
     metrics = TamisPromMetrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
@@ -47,10 +47,33 @@ def test_sums_of_workers_and_steps_become_counters() -> None:
     assert both.is_empty()
 
 
-def test_the_active_flag_says_modes_and_version() -> None:
+@pytest.mark.parametrize(
+    ("settings", "modes"),
+    [
+        ({"modes": "sift"}, ["sift"]),
+        ({}, ["sift"]),
+        ({"modes": "reuse"}, []),
+        ({"accept_block_attention": True}, ["sift", "reuse"]),
+    ],
+    ids=["sift", "not accepted", "nothing", "both"],
+)
+def test_the_active_flag_says_version_and_modes_that_are_served(settings: dict[str, object], modes: list[str]) -> None:
     import tamis
 
-    _, registry = shown()
-    label = {"model_name": "m", "engine": "0", "version": tamis.__version__}
-    assert registry.get_sample_value("vllm:tamis_active", label | {"mode": "sift"}) == 1
-    assert registry.get_sample_value("vllm:tamis_active", label | {"mode": "reuse"}) is None
+    metrics, registry = shown(**settings)
+    for engine in "01":
+        label = {"model_name": "m", "engine": engine, "version": tamis.__version__}
+        for mode in ("sift", "reuse"):
+            value = registry.get_sample_value("vllm:tamis_active", label | {"mode": mode})
+            assert value == (1 if mode in modes else None)
+    del metrics
+
+
+def test_refusals_are_of_the_process_that_takes_requests_in() -> None:
+    from tamis.integrations.vllm.metrics import count_refused
+
+    metrics, registry = shown()
+    assert registry.get_sample_value("vllm:tamis_refused_total", {"model_name": "m"}) == 0
+    count_refused(metrics._config)
+    count_refused(SimpleNamespace())  # an engine whose numbers are not shown
+    assert registry.get_sample_value("vllm:tamis_refused_total", {"model_name": "m"}) == 1

@@ -188,9 +188,10 @@ def test_documents_are_kept_shared_pinned_and_outlive_the_server(served: Callabl
         assert cached >= total, "in another order, too"
         assert server.ask("POST", "/v1/documents/d1/pin")[1]["pinned"]
         assert server.metric("vllm:tamis_documents_saved_total") >= 3
-        assert server.metric("vllm:tamis_active") >= 1
+        assert server.metric("vllm:tamis_active") == 2, "both modes"
         assert server.metric("vllm:tamis_reused_tokens_total") >= 2 * total
         _check_sift(server, documents)
+        _check_put_again(server)
     with served(tmp_path) as server:
         status, listed = server.ask("GET", "/v1/documents")
         assert status == 200 and [d["id"] for d in listed["data"]] == ["d0", "d1", "d2"]
@@ -286,6 +287,11 @@ def test_parallel_engines_answer_as_one_does(
         for turn in range(2):  # a second time from another engine, or from blocks that are there
             assert answers_of(many, documents) == answers
             assert turn or many.metric("vllm:tamis_sift_tokens_total") == computed, "not once for every worker"
+        engines = 2 if way == "data" else 1
+        assert many.metric("vllm:tamis_active") == 2 * engines, "each mode of each engine"
+        for turn in range(1, 7):
+            _check_refused(many, documents)
+            assert many.metric("vllm:tamis_refused_total") == turn, "of every process that takes requests in"
         assert many.metric("vllm:tamis_documents_saved_total") >= 3
         put_all(many, pin=True)
         assert [d["tier"] for d in many.ask("GET", "/v1/documents")[1]["data"]] == ["shelf"] * 3
@@ -314,7 +320,31 @@ def _check_sift(server: Server, documents: list[dict[str, Any]]) -> None:
     answer, _ = server.complete(request([3, 4], ids, [5, 6], mode="sift", selector="all"))
     plain, _ = server.complete({"prompt": [3, 4, *(i for d in ids for i in d), 5, 6]})
     assert answer == plain, "every tile is dense attention"
-    wrong = request([3], ids, [5], block_size=BLOCK)
+    before = server.metric("vllm:tamis_refused_total")
+    _check_refused(server, documents)
+    assert server.metric("vllm:tamis_refused_total") == before + 1
+
+
+def _check_put_again(server: Server) -> None:
+    """Its blocks are there; no request computes any of it."""
+    for turn in range(2):
+        assert server.ask("DELETE", "/v1/documents/d0")[0] == 200
+        put = server.ask("PUT", "/v1/documents/d0", {"text": TEXTS[0], "title": "Title 0"})[1]
+        assert (put["tier"], put["pinned"]) == (None, False), turn
+        shown = server.ask("POST", "/v1/documents/d0/pin")[1]
+        assert shown.get("pinned") and shown["tier"] == "shelf", shown
+    server.ask("POST", "/v1/documents/d0/unpin")
+    told = server.ask("PUT", "/v1/documents/long", {"text": "a" * 2000})[1]["error"]["message"]
+    assert "at most 992 fit" in told and "--max-model-len 1024" in told
+    beside = int(told.split()[3]) - 2000  # the tokenizer has one for each letter, and some around a document
+    assert server.ask("PUT", "/v1/documents/long", {"text": "a" * (993 - beside)})[0] == 400
+    longest = server.ask("PUT", "/v1/documents/long", {"text": "a" * (992 - beside), "warm": True})
+    assert longest[0] == 200 and longest[1]["tokens"] == 992, longest
+    assert server.ask("DELETE", "/v1/documents/long")[0] == 200
+
+
+def _check_refused(server: Server, documents: list[dict[str, Any]]) -> None:
+    wrong = request([3], [d["token_ids"] for d in documents], [5], block_size=BLOCK)
     wrong["kv_transfer_params"]["tamis"]["segments"][2][3] = "0" * 32
     status, told = server.ask("POST", "/v1/completions", wrong | {"model": "tiny", "max_tokens": 1})
     assert status == 400 and "key" in told["error"]["message"], told

@@ -27,6 +27,7 @@ from tamis.corpus.stored import SharedTexts, StoredDocument, namespace_of, new_d
 from tamis.integrations.vllm import fingerprint
 from tamis.integrations.vllm.client import warm
 from tamis.integrations.vllm.config import Settings, settings_of
+from tamis.integrations.vllm.scheduler_side import KEEPS
 from tamis.integrations.vllm.shelf import Shelf
 from tamis.prompt.segments import document_id
 from tamis.prompt.texts import document_text
@@ -57,6 +58,12 @@ class Library:
     settings: Settings
     block_size: int
     keyed: bool
+    max_tokens: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a document that fits into a prompt: whole blocks, a token that asks, and one that answers."""
+        return max(0, self.max_tokens - 2) // self.block_size * self.block_size
 
     def owner(self, http: Request) -> str:
         """A word for the API key that was sent; vLLM has checked it. "" where the server has no keys."""
@@ -79,19 +86,21 @@ class Library:
         return ids
 
     def put(self, owner: str, body: DocumentPut, name: str | None) -> StoredDocument:
-        """Add a document. Raises InvalidInput."""
-        draft = StoredDocument("", body.title, body.text, 0, 0)
-        return self.texts.put(owner, new_document(body.title, body.text, len(self.tokens(draft)), name))
+        """Add a document. Raises InvalidInput, also for one that no prompt of this server has room for."""
+        ids = self.tokens(StoredDocument("", body.title, body.text, 0, 0))
+        self._check_fits(ids)
+        return self.texts.put(owner, new_document(body.title, body.text, len(ids), name))
 
     async def warm(self, owner: str, document: StoredDocument) -> str:
         """Have its keys and values computed, and kept if there is a shelf; "shelf" if they were there already."""
         ids, namespace = self.tokens(document), self.namespace(owner)
         if self.shelf is not None and self.shelf.has(document_id(ids), namespace):
             return "shelf"
+        self._check_fits(ids)  # another server may have put it
         from vllm import SamplingParams
 
         for body in warm([ids], block_size=self.block_size, namespace=self.settings.signed(namespace)):
-            extra = {"kv_transfer_params": body["kv_transfer_params"]}
+            extra = {"kv_transfer_params": body["kv_transfer_params"], KEEPS: True}
             sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra)
             prompt = {"prompt_token_ids": body["prompt"]}
             async for _ in self.engine.generate(prompt, sampling, f"tamis-warm-{uuid.uuid4().hex}"):
@@ -131,6 +140,14 @@ class Library:
             "namespace": self.settings.signed(namespace),
         }
 
+    def _check_fits(self, ids: list[int]) -> None:
+        if len(ids) > self.longest:
+            raise InvalidInput(
+                f"the document has {len(ids)} tokens; at most {self.longest} fit into a prompt of this server "
+                f"(--max-model-len {self.max_tokens}, less a block for what is asked). Split it, or serve the model "
+                "with a larger --max-model-len."
+            )
+
     def _shelf(self) -> Shelf:
         if self.shelf is None:
             raise Unavailable("nothing is kept here; give `directory` in kv_connector_extra_config to pin documents.")
@@ -164,7 +181,9 @@ class Documents:
         texts = SharedTexts(Path(settings.directory).expanduser() / TEXTS if settings.directory else None)
         keyed = bool([k for k in (getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]) if k])
         block_size = config.cache_config.block_size
-        state.tamis_documents = Library(engine_client, texts, shelf, settings, block_size, keyed)
+        state.tamis_documents = Library(
+            engine_client, texts, shelf, settings, block_size, keyed, config.model_config.max_model_len
+        )
 
 
 def _router() -> APIRouter:

@@ -85,6 +85,9 @@ def _process_inputs(stock: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 checked(made, settings, self.vllm_config)
             except InvalidInput as e:
+                from tamis.integrations.vllm import metrics
+
+                metrics.count_refused(self.vllm_config)
                 raise compat.refused()(str(e)) from e
         return made
 

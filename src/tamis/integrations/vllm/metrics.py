@@ -6,6 +6,7 @@ not becomes a counter all the same. Needs vLLM.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from tamis.integrations.vllm.config import settings_of
+from tamis.integrations.vllm.scheduler_side import served
 
 PREFIX = "vllm:tamis_"
 WORDS = {
@@ -25,9 +27,10 @@ WORDS = {
     "sift_unrecorded": "Documents of these without stored bits, where the selector works from such.",
     "sift_tiles": "Tiles of attention that these would have had computed densely.",
     "sift_tiles_computed": "Of these, the tiles that were computed.",
-    "refused": "Requests that were refused for what they said of their documents.",
 }
-ACTIVE = "1 where Tamis's attention and connector run in every worker."
+REFUSED = "Requests that were refused for what they said of their documents."
+ACTIVE = "1 where Tamis's attention and connector run in every worker, for each mode that is served."
+_shown: weakref.WeakValueDictionary[int, TamisPromMetrics] = weakref.WeakValueDictionary()  # by configuration
 
 
 @dataclass
@@ -62,7 +65,8 @@ def stats_of(sums: Mapping[str, int | float]) -> TamisStats | None:
 
 
 class TamisPromMetrics(KVConnectorPromMetrics):
-    """The counters, one for each engine, and `vllm:tamis_active{mode,version}`."""
+    """The counters, one for each engine, `vllm:tamis_active{mode,version}`, and `vllm:tamis_refused` of the process: it
+    takes the requests in, and what it refuses reaches no engine. Several such processes are summed by vLLM."""
 
     def __init__(
         self,
@@ -78,10 +82,18 @@ class TamisPromMetrics(KVConnectorPromMetrics):
         import tamis
 
         settings, names = settings_of(vllm_config), [*labelnames, "mode", "version"]
-        active = metric_types[Gauge](name=f"{PREFIX}active", documentation=ACTIVE, labelnames=names)
+        active = metric_types[Gauge](
+            name=f"{PREFIX}active", documentation=ACTIVE, labelnames=names, multiprocess_mode="mostrecent"
+        )
         for values in per_engine_labelvalues.values():
-            for mode in () if settings is None else settings.allowed:
+            for mode in () if settings is None else served(settings):
                 active.labels(*values, mode, tamis.__version__).set(1)
+        first = dict(zip(labelnames, next(iter(per_engine_labelvalues.values())), strict=True))
+        common = {name: value for name, value in first.items() if name != "engine"}
+        refusals = self._make(name=f"{PREFIX}refused", documentation=REFUSED, labelnames=list(common))
+        self.refusals = refusals.labels(*common.values())
+        self._config = vllm_config  # its address stays its own as long as this does
+        _shown[id(vllm_config)] = self
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add an interval's sums."""
@@ -96,3 +108,10 @@ class TamisPromMetrics(KVConnectorPromMetrics):
             for values in self.per_engine_labelvalues.values():
                 self._made[name].labels(*values)  # shown as 0 before the first
         return self._made[name]
+
+
+def count_refused(vllm_config: Any) -> None:
+    """A request to this process was refused; where vLLM shows no numbers (--disable-log-stats) nothing is counted."""
+    metrics = _shown.get(id(vllm_config))
+    if metrics is not None:
+        metrics.refusals.inc()

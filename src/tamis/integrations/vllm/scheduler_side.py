@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +16,22 @@ from tamis.integrations.vllm.hooks import asked_of, check_named
 from tamis.integrations.vllm.request import Asked, Unit
 from tamis.integrations.vllm.step import Counters, Move, Row, Step
 
+KEEPS = "tamis_keeps"  # in a request's `extra_args`: what it finds in blocks is to be kept, however lately it was
+AGAIN_S = 60.0  # before another request has a document of blocks copied again, as where the shelf has no room for it
+
 
 @dataclass
 class _Known:
     """A request of Tamis: its blocks so far, and the tokens [first, end) that wait to be loaded. `place`: the namespace
-    of its documents on the shelf, None where they are not kept."""
+    of its documents on the shelf, None where they are not kept. `begins`: no step of it was scheduled yet."""
 
     asked: Asked
     blocks: list[int]
     place: str | None = None
     waits: tuple[int, int] = (0, 0)
     reused: int = 0
+    keeps: bool = False
+    begins: bool = True
 
 
 class SchedulerSide:
@@ -42,6 +48,7 @@ class SchedulerSide:
         self._known: dict[str, _Known] = {}
         self._matched: dict[str, tuple[int, int]] = {}
         self._gone: list[str] = []
+        self._lately: dict[tuple[str, str], float] = {}  # documents of blocks that were to be kept, the oldest first
         self._own = True  # whether the model's weights are those that the shelf is of
         self._changed = False
 
@@ -83,6 +90,8 @@ class SchedulerSide:
         check_named(request, self.config)
         first, end = self._matched.get(request.request_id, (0, 0))
         known = self._known[request.request_id] = _Known(asked, [], self._place(request, asked))
+        sampling = getattr(request, "sampling_params", None)
+        known.keeps = bool((getattr(sampling, "extra_args", None) or {}).get(KEEPS))
         if external:
             known.waits = (first, first + external)
         if asked.mode == "reuse":
@@ -112,8 +121,8 @@ class SchedulerSide:
         for name, at in computed.items():
             known = self._known[name]
             row = Row(name, known.asked, at, output.num_scheduled_tokens[name], tuple(known.blocks))
+            saves += self._saves(row, known)
             loads += self._loads(known)
-            saves += self._saves(row, known.place)
             if known.asked.mode == "reuse" or known.asked.has_documents(row.computed, row.end):
                 rows.append(row)
         done = tuple(n for n, k in self._known.items() if n in computed and _prefilled(k.asked, computed[n]))
@@ -162,14 +171,35 @@ class SchedulerSide:
                 made.append(self._move(unit, (begin, stop), known.blocks, known.place))
         return made
 
-    def _saves(self, row: Row, place: str | None) -> list[Move]:
-        """Documents that end in this step and are not there; workers know which of them are being written."""
-        made = []
-        for unit in row.asked.units if place is not None and self.shelf is not None else ():
-            done = row.computed < unit.end <= row.end
-            if done and self.shelf is not None and not self.shelf.has(unit.key, place):
-                made.append(self._move(unit, (unit.start, unit.end), list(row.blocks), place))
-        return made
+    def _saves(self, row: Row, known: _Known) -> list[Move]:
+        """Documents that are not there: those that end in this step, and in a request's first step those that it found
+        in blocks, since the shelf may have lost them or had no room. Workers know which of them are being written."""
+        place, begins, known.begins = known.place, known.begins, False
+        if place is None or self.shelf is None:
+            return []
+        first, end = known.waits
+        made: dict[str, Move] = {}
+        for unit in known.asked.units:
+            computed = row.computed < unit.end <= row.end
+            # what is loaded in this step is there, and its blocks hold nothing if it cannot be read after all
+            found = begins and unit.end <= row.computed and (unit.full <= first or unit.start >= end)
+            if unit.key in made or not (computed or found):
+                continue
+            if found and not known.keeps and self._was_lately(unit.key, place):
+                continue
+            if not self.shelf.has(unit.key, place):
+                made[unit.key] = self._move(unit, (unit.start, unit.end), list(row.blocks), place)
+                if found:
+                    self._lately.pop((unit.key, place), None)
+                    self._lately[unit.key, place] = time.monotonic()
+        return list(made.values())
+
+    def _was_lately(self, key: str, place: str) -> bool:
+        """Whether a document was to be kept of blocks in the last AGAIN_S."""
+        since = time.monotonic() - AGAIN_S
+        while self._lately and self._lately[oldest := next(iter(self._lately))] < since:
+            del self._lately[oldest]
+        return (key, place) in self._lately
 
     def _move(self, unit: Unit, at: tuple[int, int], blocks: list[int], place: str | None) -> Move:
         own = tuple(blocks[at[0] // self.block : -(-at[1] // self.block)])
@@ -193,6 +223,11 @@ def parts_of(vllm_config: Any) -> int:
     """Workers that hold a share of the model each."""
     parallel = vllm_config.parallel_config
     return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+
+
+def served(settings: Settings) -> tuple[str, ...]:
+    """The modes that requests are not refused for."""
+    return tuple(m for m in settings.allowed if m != "reuse" or settings.accept_block_attention)
 
 
 def check_config(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> None:

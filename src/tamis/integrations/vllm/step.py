@@ -65,7 +65,6 @@ class Counters:
     documents_saved: int = 0
     sift_tiles: float = 0.0
     sift_tiles_computed: float = 0.0
-    refused: int = 0
 
     def taken(self) -> dict[str, float]:
         """What is not zero, and start again."""

@@ -13,7 +13,7 @@ from tamis.core.log import logger
 from tamis.integrations.vllm import backend, compat, hooks, records
 from tamis.integrations.vllm.config import Settings
 from tamis.integrations.vllm.rows import Worker
-from tamis.integrations.vllm.scheduler_side import parts_of
+from tamis.integrations.vllm.scheduler_side import parts_of, served
 from tamis.integrations.vllm.step import ALIKE, Counters, Move, Step
 from tamis.integrations.vllm.warm_up import build_kernels
 from tamis.model.rope import Rotary
@@ -42,6 +42,7 @@ class WorkerSide:
         self.shelf = settings.shelf(address, (self.part, parts_of(vllm_config)))
         self.caches: dict[int, torch.Tensor] = {}
         self._errors: set[int] = set()
+        self._unread: set[int] = set()  # blocks that hold nothing: not loaded, nor computed since
         self._writer = ThreadPoolExecutor(1, "tamis-shelf")
         self._writing: dict[tuple[str, str], tuple[Future[None], int]] = {}
 
@@ -73,7 +74,7 @@ class WorkerSide:
 
     def check_model(self, model: Any) -> None:
         """Check the rotary geometry that "reuse" turns keys by. Raises ModelUnsupported."""
-        if "reuse" not in self.settings.allowed or not self.settings.accept_block_attention:
+        if "reuse" not in served(self.settings):
             return
         rotary = Rotary.of(self.config.model_config.hf_text_config)
         check_rotary(rotary, model)
@@ -92,17 +93,22 @@ class WorkerSide:
         for move in step.loads:
             try:
                 self._load(move)
+                self._unread -= set(move.blocks)
                 self.counters.documents_loaded += 1
             except (TamisError, OSError) as e:
                 log.warning("a document that was matched cannot be loaded, and is computed again: %s", e)
                 self.counters.documents_unread += 1
                 self._errors |= set(move.blocks)
+                self._unread |= set(move.blocks)
 
     def save(self, step: Step) -> None:
-        """Copy whole documents out of their blocks; a thread writes them."""
+        """Copy whole documents out of their blocks; a thread writes them. Not what lies in blocks that could not be
+        loaded: the scheduler may have planned this step before it heard of it."""
+        for row in step.rows if self._unread else ():
+            self._unread.difference_update(row.blocks[row.computed // self.block : -(-row.end // self.block)])
         self._writing = {place: w for place, w in self._writing.items() if not w[0].done()}
         for move in step.saves:
-            if (move.key, move.namespace) in self._writing:
+            if (move.key, move.namespace) in self._writing or self._unread & set(move.blocks):
                 continue
             if sum(size for _, size in self._writing.values()) > WAITING_BYTES:
                 log.warning("document %s is not kept: the shelf is slower than documents are computed", move.key)
@@ -159,6 +165,8 @@ class WorkerSide:
             event.synchronize()
         assert self.shelf is not None, "the scheduler asked for a shelf that is not there"
         try:
+            if self.shelf.has(move.key, move.namespace or None):
+                return  # written since the scheduler looked
             if self.shelf.save(move.key, pieces, move.namespace or None):
                 self.counters.documents_saved += 1
         except TamisError as e:

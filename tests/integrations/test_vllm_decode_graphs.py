@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tamis.integrations.vllm import compat
 from tamis.integrations.vllm import rows as rows_module
 from tamis.integrations.vllm.client import request
-from tamis.integrations.vllm.decode_graphs import AHEAD, NARROW, WIDE, DecodeGraphs, Seats, splits_of
+from tamis.integrations.vllm.decode_graphs import AHEAD, NARROW, WIDE, DecodeGraphs, Layer, Seats, splits_of
 from tamis.integrations.vllm.request import Asked, Span, parse
 from tamis.integrations.vllm.reuse import plan_rows
 from tamis.integrations.vllm.step import Row, Step
@@ -274,3 +275,63 @@ def test_vllms_numbers_are_moved_and_put_back(seats: Seats) -> None:
     step.seat(common)  # for layers of another kind
     step.restore()
     assert positions.tolist() == [7, told.n_tokens + 4] and lengths.tolist() == [8, told.n_tokens + 5]
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "pages", lambda cache, dim: (cache[..., :dim], cache[..., dim:]))
+
+
+def test_a_captured_layer_gives_each_row_its_own(seats: Seats, as_on_a_gpu: None) -> None:
+    """vLLM's rows what vLLM makes of them, the others attention over their documents; a wrong KV head, page or
+    choice between the two shows."""
+    told = asked(70, 45)
+    rows = [None, Row("r", told, told.n_tokens + 3, 1, tuple(range(20))), None]
+    seats.seat(seats.part(4, NARROW), rows)
+    cache = torch.randn(20, KV, PAGE, 2 * DIM)
+    q, theirs = torch.randn(4, HEADS, DIM), torch.randn(4, HEADS, DIM)
+    asked_of: list[Any] = []
+
+    def stock(layer: Any, query: Any, key: Any, value: Any, kept: Any, metadata: Any, output: Any) -> None:
+        asked_of.append((layer, metadata))
+        output.copy_(theirs)
+
+    output = torch.full((4, HEADS, DIM), float("nan"))
+    layer = Layer("metadata", seats.part(4, NARROW), seats.ours)
+    layer.run(stock, "layer", (q, q, q, cache), output, DIM**-0.5)
+    want = theirs.clone()
+    plan = plan_rows([(1, rows[1])], ROTARY.angles, page=PAGE, kv_heads=KV, device=CPU)
+    plan.attend(q, cache[..., :DIM], cache[..., DIM:], DIM**-0.5, want)
+    torch.testing.assert_close(output, want, atol=2e-6, rtol=2e-6)
+    assert torch.equal(output[[0, 2, 3]], theirs[[0, 2, 3]]) and asked_of == [("layer", "metadata")]
+    turned = cache.flip(1)
+    layer.run(stock, "layer", (q, q, q, turned), output, DIM**-0.5)
+    assert not torch.allclose(output[1], want[1], atol=1e-2), "the other KV heads would be noticed"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_graphs_are_captured_by_width_and_the_capture_ends(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    worker = SimpleNamespace(rotary=ROTARY, block=PAGE, kv_heads=KV, graphs=None)
+    runner = SimpleNamespace(max_num_reqs=4, device="cpu")
+    captured: list[tuple[Any, int]] = []
+
+    def capture(runner: Any, manager: Any) -> int:
+        if fails and captured:
+            raise RuntimeError("no memory")
+        assert rows_module.capturing is not None
+        layer = rows_module.capturing.layer("metadata", 2)
+        captured.append((manager, len(layer.plan.splits)))
+        return 7
+
+    monkeypatch.setattr(compat, "decode_managers", lambda runner, count: ["one", "two"])
+    monkeypatch.setattr(compat, "capture_decodes", capture)
+    if fails:
+        with pytest.raises(RuntimeError, match="no memory"):
+            rows_module.capture(worker, runner)
+        assert worker.graphs is None
+    else:
+        assert rows_module.capture(worker, runner) == 14
+        assert captured == [("one", splits_of(2, NARROW)), ("two", splits_of(2, WIDE))] and worker.graphs is not None
+    assert rows_module.capturing is None
+    worker.rotary = None
+    assert rows_module.capture(worker, runner) == 0, "nothing is reused here"

@@ -16,7 +16,7 @@ from tamis.integrations.vllm.client import request
 from tamis.integrations.vllm.config import Settings
 from tamis.integrations.vllm.request import parse
 from tamis.integrations.vllm.rows import Worker
-from tamis.integrations.vllm.scheduler_side import KEEPS, SchedulerSide, served
+from tamis.integrations.vllm.scheduler_side import KEEPS, SchedulerSide
 from tamis.integrations.vllm.shelf import Shelf
 from tamis.integrations.vllm.step import Move, Row, Step
 from tamis.integrations.vllm.worker_side import WorkerSide
@@ -163,9 +163,9 @@ def test_a_request_that_begins_anew_looks_again(side: SchedulerSide) -> None:
 
 
 def test_modes_that_are_refused_are_not_served() -> None:
-    assert served(Settings()) == ("sift",)
-    assert served(Settings(accept_block_attention=True)) == ("sift", "reuse")
-    assert served(Settings(modes="reuse")) == ()
+    assert Settings().served == ("sift",)
+    assert Settings(accept_block_attention=True).served == ("sift", "reuse")
+    assert Settings(modes="reuse").served == ()
 
 
 @pytest.fixture

@@ -98,13 +98,12 @@ class Plan:
     @property
     def warm_ups(self) -> Sequence[int]:
         """`warm`, of each load."""
-        return (self.warm,) if isinstance(self.warm, int) else self.warm
+        return _several(self.warm)
 
     @property
     def loads(self) -> list[tuple[int, int]]:
         """(requests before, tokens of an answer) of each load."""
-        tokens = (self.load_tokens,) if isinstance(self.load_tokens, int) else self.load_tokens
-        return [(warm, n) for n in tokens for warm in self.warm_ups]
+        return [(warm, n) for n in _several(self.load_tokens) for warm in self.warm_ups]
 
 
 def installed() -> str:
@@ -373,6 +372,10 @@ class Sitting:
         self._ask(child, warm(documents, block_size=plan.block_size))
         seeds = _seeds(tokens, 3, plan.repeats)
         return self._ask(child, prompts.reused(tokens, self.vocabulary, seeds, plan.sizes, plan.block_size))[1:]
+
+
+def _several(numbers: int | Sequence[int]) -> Sequence[int]:
+    return (numbers,) if isinstance(numbers, int) else numbers
 
 
 def _seeds(tokens: int, way: int, repeats: int) -> list[int]:

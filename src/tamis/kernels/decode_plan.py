@@ -15,7 +15,7 @@ import torch
 
 from tamis.core.errors import InvalidInput
 from tamis.kernels.lists import TILE
-from tamis.kernels.paged import DOCUMENT, LENGTH, PAGE, POSITION, KeyTiles, repeated
+from tamis.kernels.paged import DOCUMENT, LENGTH, PAGE, POSITION, KeyTiles, repeated, sent
 from tamis.kernels.paged_packed import joined_tiles
 
 MOST_PAGES = 16  # of a split: short enough to even out many programs, long enough that partial results stay < 1 %
@@ -155,15 +155,15 @@ class DecodePlan:
         place[order] = rows
         growing = torch.full_like(self.growing, self.room.tiles, device="cpu")
         growing[: len(requests)] = place[last]
-        _put(self.tiles.table, table[order])
+        put(self.tiles.table, table[order])
         if holes is not None and self.tiles.holes is not None:
-            _put(self.tiles.holes, holes[order])
+            put(self.tiles.holes, holes[order])
         for kept, new in ((self.tiles.cos, joined.cos), (self.tiles.sin, joined.sin)):
             if kept is not None and new is not None:
-                _put(kept, new)
-        _put(self.q_position, q_position.to(torch.int32))
+                put(kept, new)
+        put(self.q_position, q_position.to(torch.int32))
         for kept, new in ((self.splits, made), (self.ranges, ranges), (self.growing, growing)):
-            _put(kept, new)
+            put(kept, new)
         return len(size)
 
     def advance(self, tokens: int = 1) -> None:
@@ -178,14 +178,9 @@ class DecodePlan:
 
     def next_tile(self, requests: Sequence[int], pages: Sequence[int]) -> None:
         """These requests go on in their next spare tile, which lies in that page and has no keys yet."""
-        of, number = (
-            torch.tensor(x, dtype=kind) for x, kind in ((requests, torch.int64), (pages, self.tiles.table.dtype))
-        )
-        if self.growing.is_cuda:
-            of, number = of.pin_memory(), number.pin_memory()
-        of, number = (x.to(self.growing.device, non_blocking=True) for x in (of, number))
+        of, number = sent(torch.tensor([list(requests), list(pages)]), self.growing.device)
         self.growing.index_add_(0, of, torch.ones_like(of))
-        self.tiles.table.view(-1).index_copy_(0, self.growing[of] * 4 + PAGE, number)
+        self.tiles.table.view(-1).index_copy_(0, self.growing[of] * 4 + PAGE, number.int())
 
     def _check(self, requests: Sequence[KeyTiles], q_position: torch.Tensor) -> None:
         room = self.room
@@ -232,7 +227,7 @@ class DecodePlan:
         return split
 
 
-def _put(kept: torch.Tensor, new: torch.Tensor) -> None:
+def put(kept: torch.Tensor, new: torch.Tensor) -> None:
     """Overwrite the first rows of `kept`, without waiting where it is on a GPU."""
     if kept.device.type == "cuda":
         new = new.pin_memory()  # its memory is not reused before the copy is done: the allocator keeps an event

@@ -222,6 +222,14 @@ def runs_of(
     return torch.stack([size.cumsum(-1, dtype=torch.int32), of], -1), torch.stack([near, total], -1)
 
 
+def sent(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor on `device`, without waiting for it: from page-locked memory, which the allocator does not give to
+    others before the copy is done."""
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def repeated(counts: torch.Tensor) -> torch.Tensor:
     """int64 [sum]: i as often as `counts` [n] says, in order. On a CPU; `torch.repeat_interleave` would wake every
     thread for a handful of numbers, which takes milliseconds where there are many."""
@@ -320,7 +328,5 @@ def _moved(owner: object, names: Sequence[str], device: torch.device | str) -> d
     made: dict[str, Any] = {}
     for name in names:
         tensor = getattr(owner, name)
-        if tensor is not None and tensor.device.type == "cpu" and torch.device(device).type == "cuda":
-            tensor = tensor.pin_memory()
-        made[name] = None if tensor is None else tensor.to(device, non_blocking=True)
+        made[name] = None if tensor is None else sent(tensor, device)
     return made

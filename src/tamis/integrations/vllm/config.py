@@ -91,6 +91,11 @@ class Settings:
         """The modes that requests may ask for."""
         return tuple(filter(None, (mode.strip() for mode in self.modes.split(","))))
 
+    @property
+    def served(self) -> tuple[str, ...]:
+        """Those of them that requests are not refused for."""
+        return tuple(m for m in self.allowed if m != "reuse" or self.accept_block_attention)
+
     def signed(self, namespace: str) -> str:
         """As requests have to name it."""
         if self.namespaces == "any":

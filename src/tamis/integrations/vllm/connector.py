@@ -20,7 +20,7 @@ from tamis.core.errors import InvalidInput
 from tamis.core.log import logger, show_with
 from tamis.integrations.vllm import compat, fingerprint, plugin
 from tamis.integrations.vllm.config import settings_of
-from tamis.integrations.vllm.scheduler_side import SchedulerSide, served
+from tamis.integrations.vllm.scheduler_side import SchedulerSide
 from tamis.integrations.vllm.step import Step
 from tamis.integrations.vllm.worker_side import WorkerSide
 
@@ -54,7 +54,7 @@ class TamisConnector(KVConnectorBase_V1):
         address = fingerprint.of(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(settings, vllm_config, kv_cache_config, address)
-            modes = ", ".join(served(settings)) or "no mode"
+            modes = ", ".join(settings.served) or "no mode"
             log.info("Tamis is active in vLLM %s: %s, selector %s", version, modes, settings.selector)
         else:
             self._worker = WorkerSide(settings, vllm_config, kv_cache_config, address)

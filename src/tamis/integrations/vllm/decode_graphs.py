@@ -16,7 +16,7 @@ import torch
 from tamis.integrations.vllm import compat
 from tamis.integrations.vllm.reuse import one_thread, segments_of
 from tamis.integrations.vllm.step import Row
-from tamis.kernels.decode_plan import DecodePlan, Room
+from tamis.kernels.decode_plan import DecodePlan, Room, put
 from tamis.kernels.paged import ABSOLUTE, LENGTH, PAGE, POSITION, Angles, KeyTiles
 from tamis.kernels.paged_dispatch import paged_decode
 
@@ -38,7 +38,7 @@ class Seats:
         self.ours = torch.zeros(most, dtype=torch.bool, device=device)
         self._angles, self._page, self._kv_heads = angles, page, kv_heads
         self._parts: dict[tuple[int, int], DecodePlan] = {}
-        self._last: tuple[DecodePlan | None, tuple[Row | None, ...], list[int]] = (None, (), [])
+        self._last: tuple[DecodePlan | None, tuple[Row | None, ...]] = (None, ())
         self._kept: dict[str, Kept] = {}
 
     def part(self, requests: int, each: int) -> DecodePlan:
@@ -68,12 +68,12 @@ class Seats:
             plan.write(tiles, torch.tensor(positions), kv_heads=self._kv_heads, spare=spare)
             ours = torch.zeros(len(self.ours), dtype=torch.bool)
             ours[: len(rows)] = torch.tensor([row is not None for row in rows])
-        self.ours.copy_(ours.pin_memory() if self.ours.is_cuda else ours, non_blocking=True)
-        self._last = plan, tuple(rows), list(spare)
+        put(self.ours, ours)
+        self._last = plan, tuple(rows)
         self._kept = {row.request: self._kept[row.request] for row in rows if row is not None}
 
     def _moved_on(self, plan: DecodePlan, rows: Sequence[Row | None]) -> bool:
-        _, before, spare = self._last
+        _, before = self._last
         if len(rows) != len(before):
             return False
         turned: list[tuple[int, int]] = []
@@ -83,15 +83,14 @@ class Seats:
             if old is None or row is None or row.computed != old.computed + 1 or not _same(old, row):
                 return False
             if row.computed % self._page == 0:
-                if not spare[seat]:
+                kept, page = self._kept[row.request], row.computed // self._page  # the row as the plan was written
+                if page - kept.row.computed // self._page > kept.spare:
                     return False
-                turned.append((seat, row.blocks[row.computed // self._page]))
+                turned.append((seat, row.blocks[page]))
         if turned:
             plan.next_tile(*zip(*turned, strict=True))
-            for seat, _ in turned:
-                spare[seat] -= 1
         plan.advance()
-        self._last = plan, tuple(rows), spare
+        self._last = plan, tuple(rows)
         return True
 
     def _tiles(self, row: Row | None) -> tuple[KeyTiles, int]:

@@ -15,7 +15,6 @@ from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from tamis.integrations.vllm.config import settings_of
-from tamis.integrations.vllm.scheduler_side import served
 
 PREFIX = "vllm:tamis_"
 WORDS = {
@@ -86,7 +85,7 @@ class TamisPromMetrics(KVConnectorPromMetrics):
             name=f"{PREFIX}active", documentation=ACTIVE, labelnames=names, multiprocess_mode="mostrecent"
         )
         for values in per_engine_labelvalues.values():
-            for mode in () if settings is None else served(settings):
+            for mode in () if settings is None else settings.served:
                 active.labels(*values, mode, tamis.__version__).set(1)
         first = dict(zip(labelnames, next(iter(per_engine_labelvalues.values())), strict=True))
         common = {name: value for name, value in first.items() if name != "engine"}

@@ -19,7 +19,7 @@ import torch
 from tamis.integrations.vllm.request import PAD, Asked
 from tamis.integrations.vllm.step import Row
 from tamis.kernels.decode_plan import DecodePlan, Room
-from tamis.kernels.paged import Angles, KeyTiles, PagedLists, Segment, paged_lists
+from tamis.kernels.paged import Angles, KeyTiles, PagedLists, Segment, paged_lists, sent
 from tamis.kernels.paged_causal import Alone, causal_paged
 from tamis.kernels.paged_dispatch import paged_attention, paged_decode
 from tamis.kernels.paged_packed import concat_paged
@@ -254,4 +254,4 @@ def _rows(rows: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor
 def _moved(runs: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
     """The numbers of all runs (first, how many)."""
     made = torch.from_numpy(np.concatenate([np.arange(first, first + n) for first, n in runs] or [np.arange(0)]))
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+    return sent(made, device)

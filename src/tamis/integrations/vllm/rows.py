@@ -22,6 +22,7 @@ from tamis.integrations.vllm.request import Asked
 from tamis.integrations.vllm.reuse import Decodes, ReuseRows, plan_rows
 from tamis.integrations.vllm.sift import SiftJob, SiftReport
 from tamis.integrations.vllm.step import Counters, Row, Step
+from tamis.kernels.paged import sent
 from tamis.model.rope import Rotary
 from tamis.select.scene import DocumentBits
 
@@ -182,9 +183,7 @@ class Running:
         if len(own) != len(self.rows):
             raise BrokenInvariant(f"{len(self.rows)} requests of Tamis were scheduled, {len(own)} are in the batch.")
         both = torch.tensor([[at for at, _ in own], [row.asked.position(row.computed) for _, row in own]])
-        rows, places = (both.pin_memory() if common.seq_lens.is_cuda else both).to(
-            common.seq_lens.device, non_blocking=True
-        )
+        rows, places = sent(both, common.seq_lens.device)
         self._move(common.positions, rows, places)
         self._move(common.seq_lens, rows, torch.ones_like(rows))
 
@@ -264,11 +263,10 @@ def capture(worker: Worker, runner: Any) -> int:
     """Capture graphs of decode steps with rows of Tamis beside a V2 model runner's own, as far as it has such; bytes
     that they took."""
     global capturing  # noqa: PLW0603 - the metadata's builder is called by vLLM
-    managers = compat.decode_managers(runner, 2) if worker.rotary is not None else []
-    if not managers:
-        return 0
     rotary, most = worker.rotary, runner.max_num_reqs
-    assert rotary is not None, "asked above"
+    managers = [] if rotary is None else compat.decode_managers(runner, 2)
+    if rotary is None or not managers:
+        return 0
     seats = Seats(most, rotary.angles, page=worker.block, kv_heads=worker.kv_heads, rotary_dims=rotary.dims,
                   device=runner.device)  # fmt: skip
     graphs = DecodeGraphs(seats, dict(zip((NARROW, WIDE), managers, strict=True)))

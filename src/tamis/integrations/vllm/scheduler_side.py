@@ -225,11 +225,6 @@ def parts_of(vllm_config: Any) -> int:
     return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
 
-def served(settings: Settings) -> tuple[str, ...]:
-    """The modes that requests are not refused for."""
-    return tuple(m for m in settings.allowed if m != "reuse" or settings.accept_block_attention)
-
-
 def check_config(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises Unavailable for what Tamis has not been made to work with."""
     parallel, cache, scheduler = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.scheduler_config

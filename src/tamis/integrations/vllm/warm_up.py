@@ -34,11 +34,11 @@ def build_kernels(worker: Worker, impl: Any, cache: torch.Tensor) -> float:
     begin = time.monotonic()
     if worker.rotary is not None:
         _reuse(worker, impl, cache)
-    if "sift" in worker.settings.allowed:
+    if "sift" in worker.settings.served:
         _sift(worker, impl, cache)
     torch.cuda.synchronize(cache.device)
     taken = time.monotonic() - begin
-    log.info("built the kernels of %s in %.0f s", ", ".join(worker.settings.allowed), taken)
+    log.info("built the kernels of %s in %.0f s", ", ".join(worker.settings.served), taken)
     return taken
 
 

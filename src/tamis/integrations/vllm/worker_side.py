@@ -13,7 +13,7 @@ from tamis.core.log import logger
 from tamis.integrations.vllm import backend, compat, hooks, records
 from tamis.integrations.vllm.config import Settings
 from tamis.integrations.vllm.rows import Worker
-from tamis.integrations.vllm.scheduler_side import parts_of, served
+from tamis.integrations.vllm.scheduler_side import parts_of
 from tamis.integrations.vllm.step import ALIKE, Counters, Move, Step
 from tamis.integrations.vllm.warm_up import build_kernels
 from tamis.model.rope import Rotary
@@ -74,7 +74,7 @@ class WorkerSide:
 
     def check_model(self, model: Any) -> None:
         """Check the rotary geometry that "reuse" turns keys by. Raises ModelUnsupported."""
-        if "reuse" not in served(self.settings):
+        if "reuse" not in self.settings.served:
             return
         rotary = Rotary.of(self.config.model_config.hf_text_config)
         check_rotary(rotary, model)
